@@ -106,12 +106,13 @@ class DataParallelStrategy(ParallelStrategy):
     splits evenly: let the module return one value for each sample, or compute the loss of the
     joined output.
 
-    On the CPU ``devices=n`` means n replicas that run in threads and share the parameters. Buffers
-    are kept as replica 0 left them. Values that a forward pass assigns to other attributes of the
-    module are lost. On the CPU, random numbers, as of dropout, are drawn from one generator in no
-    fixed order, and ``torch.utils.checkpoint`` around dropout needs a single replica.
-    ``torch.compile`` around the set-up module does not compile the replicas, and a module that was
-    compiled before is refused on several devices.
+    On the CPU ``devices=n`` means n replicas that run in threads and share the parameters. All
+    replicas draw random numbers from one generator, in no fixed order, and so
+    ``torch.utils.checkpoint`` around dropout needs a single replica.
+
+    Buffers are kept as replica 0 left them. Values that a forward pass assigns to other attributes
+    of the module are lost. ``torch.compile`` around the set-up module does not compile the
+    replicas. A module that was compiled before is refused on several devices.
 
     There is one process: ``world_size`` is 1, ``is_distributed`` is false, ``Fabric.all_reduce``
     changes nothing, and data is not sharded. Methods that are not marked as forward methods run on

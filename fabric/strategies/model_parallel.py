@@ -176,14 +176,15 @@ class _Topology:
 class ModelParallelStrategy(FSDPStrategy):
     """Tensor parallelism, data parallelism and sharding of parameters, on one mesh of processes.
 
-    The numbers are those of the single process, whatever the sizes of the mesh. Users get the mesh
+    The numbers are those of a single process, whatever the sizes of the mesh. Users get the mesh
     from :attr:`fabric.Fabric.device_mesh`. Parameters, gradients and optimizer state are sharded
-    over ``data_parallel`` and ``sequence`` together, as under
-    :class:`fabric.strategies.FSDPStrategy`, whose promises hold. If several ranks compute the same
-    value of a batch, the value counts once in sums over all processes and in metrics. The code of a
-    model sees the parts of its layers: write ``view(batch, length, -1, width)`` for this rank's
-    heads. A layer with concatenated outputs, such as a gate and the values that the gate
-    multiplies, cannot be split this way: write two layers.
+    over ``data_parallel`` and ``sequence`` together, as by
+    :class:`fabric.strategies.FSDPStrategy`. If several ranks compute the same value of a batch, the
+    value counts once in sums over all processes and in metrics.
+
+    The code of a model sees the parts of its layers. In attention, for example,
+    ``view(batch, length, -1, width)`` gives this rank's heads. A layer with concatenated outputs,
+    such as a gate and the values that the gate multiplies, cannot be split: write two layers.
 
     Args:
         parallelize_fn: ``(model, mesh) -> model``, which splits layers by torch's

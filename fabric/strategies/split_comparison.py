@@ -115,7 +115,7 @@ class _Region:
         path: the name of the module in the model.
         module: the module, whose layers are split.
         whole: a copy of the module from before the split, without values.
-        rowwise_layers: the names in the module of all its layers that are split ``"rowwise"``.
+        rowwise_layers: the names of the layers in the module that are split ``"rowwise"``.
         lines: for each of these layers, the lines of the plan for this layer and for the colwise
             layers in front of it.
         is_called: whether a pass has called the module.
@@ -171,7 +171,7 @@ class _Difference(NamedTuple):
 
     Attributes:
         text: what differs, in words.
-        lines: the lines of the plan on which this depends.
+        lines: the lines of the plan on which the different tensor depends.
         suggestion: what the user may write instead.
     """
 
@@ -225,9 +225,9 @@ class _Computations(NamedTuple):
     """The two computations of a region.
 
     Attributes:
-        split: as the region is split.
-        whole: as it was before the split.
-        is_random: whether one of them draws random numbers.
+        split: the computation of the region as it is.
+        whole: the computation of the region as it was before the split.
+        is_random: whether one of the computations has drawn random numbers.
     """
 
     split: _Computation
@@ -236,11 +236,12 @@ class _Computations(NamedTuple):
 
 
 class SplitComparison:
-    """Compares a split model with the whole one. See ``[Note: Split comparison]``.
+    """Compares a split model with the whole one. See ``[Note: Split comparison]`` of this file.
 
-    A *region* is a smallest module with a colwise layer and the rowwise layer behind it, such as an
-    attention. The first forward pass computes each region twice, in evaluation mode: as it is
-    split, and *whole*, as it was before the split, with the full parameters.
+    A *region* is the smallest module around a colwise layer that has a rowwise layer, too, such as
+    an attention. The first forward pass computes each region twice, in evaluation mode: *split*, as
+    it is, and *whole*, as it was before the split, with the full parameters. The *ranks of a layer*
+    are the ranks that hold the parts of a layer.
 
     Args:
         name: identifies the comparison among those of the job.

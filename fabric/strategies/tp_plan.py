@@ -103,7 +103,8 @@ class LatentStyle(NamedTuple):
     """The style ``"mla_kv_a_proj"`` of a layer.
 
     Attributes:
-        rotated_width: the number of outputs that are the rotated part of the keys, the last ones.
+        rotated_width: the number of outputs of the layer that are the rotated part of the keys.
+            They are the last outputs.
     """
 
     rotated_width: int
@@ -846,8 +847,7 @@ class PartRandomStreams:
 
     Args:
         mesh: the mesh along which layers are split. Its dimension ``tensor_parallel`` is used.
-        requires_rowwise: whether a split computation must end in a layer that is split
-            ``"rowwise"``.
+        requires_rowwise: whether each part must end at a layer that is split ``"rowwise"``.
     """
 
     def __init__(self, mesh: DeviceMesh, requires_rowwise: bool) -> None:

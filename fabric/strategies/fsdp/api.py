@@ -156,13 +156,15 @@ class FSDPStrategy(ParallelStrategy):
     right before its forward pass, and freed after the forward pass.
 
     The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean
-    over ranks. Under a ``*-mixed`` precision, parameters are gathered in the low precision and
-    whole modules compute in it, whereas autocast decides for each operation. Gradients are reduced,
-    and the outputs of the model returned, in float32. Buffers and scalar parameters are not
-    sharded, and buffers keep their dtype. Sparse gradients, losses of gradients, and optimizers
-    whose step needs full parameters (Adafactor, Rprop, and LBFGS with uneven shards) are not
-    possible; errors explain them. Parameters keep their attributes and hooks. Hooks from
-    ``register_hook`` get this rank's full gradient, as under DDP.
+    over ranks. Buffers and scalar parameters are not sharded. Parameters keep their attributes and
+    hooks. Hooks from ``register_hook`` get this rank's full gradient, as under DDP.
+
+    Under a ``*-mixed`` precision, parameters are gathered in the low precision, and every operation
+    of a module computes in the low precision. Gradients are reduced in float32, and the outputs of
+    the model are returned in float32. Buffers keep their dtype.
+
+    Sparse gradients and losses of gradients raise errors that explain what to write. So do
+    optimizers whose step needs full parameters: Adafactor, Rprop, and LBFGS with uneven shards.
 
     Args:
         accelerator: see :class:`fabric.strategies.Strategy`.

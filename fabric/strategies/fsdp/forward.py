@@ -36,8 +36,9 @@ __all__ = ["ShardedForward"]
 class ShardedForward:
     """The hooks around each forward pass of a sharded model. See ``[Note: Sharded forward]``.
 
-    The hooks refuse calls of submodules, and leave the model ready for the next forward pass after
-    each forward pass, even after one that raised. The hooks of the root keep this object alive.
+    The hooks refuse calls of submodules from outside of the model. After each forward pass, even
+    after one that raised, they leave the model ready for the next one. The hooks of the root keep
+    this object alive.
 
     Args:
         root: the user's module, which is sharded already.
@@ -49,8 +50,8 @@ class ShardedForward:
     Attributes:
         root: the user's module.
         unsharded: the parameters and buffers of the model that are not sharded.
-        synchronizes: returns whether a backward pass would reduce gradients now. It makes no Python
-            call, since every step calls it.
+        synchronizes: returns whether a backward pass would reduce gradients now. It runs in C,
+            since every step calls it.
         unreduced: the gradients that backward passes without synchronization have left.
     """
 

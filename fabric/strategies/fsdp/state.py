@@ -220,8 +220,8 @@ class UnshardedState:
     """The parameters and buffers of a model that are not sharded. See ``[Note: Unsharded state]``.
 
     Each of these parameters is a replicated DTensor. From a forward pass until the end of the
-    backward pass after it, this rank's plain tensor takes its place in the module. A *slot* is a
-    name under which a module holds a parameter.
+    backward pass after it, the module has this rank's plain tensor in place of the DTensor. A
+    *slot* is a name under which a module holds a parameter.
 
     Args:
         root: the user's module, which is sharded already.
