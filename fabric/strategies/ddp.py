@@ -162,9 +162,8 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
-        # Without local SGD, gradients are averaged in every step, and the models of the ranks stay
-        # equal. Averaging the models would change nothing. torch's PostLocalSGDState has this
-        # attribute.
+        # torch's PostLocalSGDState has this attribute. Without local SGD, gradients are averaged in
+        # every step, and the models of the ranks stay equal.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
         if self.model_averaging_period is not None and not is_local_sgd:
             raise ConfigurationError(

@@ -374,6 +374,7 @@ class SplitComparison:
         if not uncalled:
             return []
         self._uncalled |= uncalled
+        # With these modules left out, modules around them are the smallest ones, and so regions.
         new_regions: list[_Region] = []
         for region in self._find_regions(uncalled=self._uncalled):
             if region.path not in self._paths:
@@ -446,7 +447,7 @@ class SplitComparison:
     def _restored_state(self, region: _Region) -> Iterator[None]:
         """Run the block in evaluation mode, and restore all state of the region after the block.
 
-        The state are the random states, and the attributes and buffers of all modules.
+        The state includes the random states, and the attributes and buffers of all modules.
         """
         with ExitStack() as stack:
             for generator in self._generators:

@@ -798,7 +798,7 @@ def _split_dimension(layer: nn.Module, style: Any) -> _SplitDimension | None:
 
 
 class _SavedStates(NamedTuple):
-    """The states of the generators when a split computation began.
+    """The states of the generators when a part began.
 
     Each list has one state for each generator.
 
@@ -855,7 +855,7 @@ class PartRandomStreams:
         # The number of the part that this rank computes.
         self._part = mesh.get_local_rank("tensor_parallel")
         self._requires_rowwise = requires_rowwise
-        # None outside of a split computation.
+        # None outside of a part.
         self._saved: _SavedStates | None = None
         self._generators = generators_of(mesh.device_type)
         # Whether parts are known to draw random numbers, because the model has dropout, or because

@@ -691,7 +691,9 @@ class FSDPStrategy(ParallelStrategy):
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[object]:
-        """Return a context whose backward passes do not reduce gradients, if it is enabled.
+        """Return a context in which backward passes do not reduce gradients.
+
+        The context does nothing if ``enabled`` is false.
 
         Raises:
             UsageError: this strategy has not set up the module.

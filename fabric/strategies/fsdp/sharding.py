@@ -567,7 +567,7 @@ def prepare_unsharded_module(
     is_root: bool,
     mesh: DeviceMesh,
 ) -> None:
-    """Prepare a module in place of :func:`shard_module` if a mesh has one shard. Collective.
+    """Prepare a module that is not sharded, in place of :func:`shard_module`. Collective.
 
     The module gets rank 0's values. Original parameters that were replaced are freed.
 
