@@ -165,7 +165,8 @@ def error_report(rank: int, error: BaseException) -> Report:
         # The first frame is fabric's own, which does not help the reader.
         error = error.with_traceback(error.__traceback__.tb_next)
     formatter = traceback.TracebackException.from_exception(error)
-    # Without notes, the last item has the type and the message. A SyntaxError has more items.
+    # Without notes, the last item has the type and the message. A SyntaxError has more items before
+    # this one.
     formatter.__notes__ = None
     *_, type_and_message = formatter.format_exception_only()
     first_line, _, _ = type_and_message.partition("\n")
@@ -244,7 +245,7 @@ def rank_failed_error(call_text: str, reports: Sequence[Report]) -> RankFailedEr
         rank=cause.rank,
         exit_code=cause.exit_code,
         traceback="\n".join(shown_stacks),
-        # The error indents its first line by two spaces.
+        # The error indents the first line of the problem by two spaces.
         problem="\n  ".join(other_outcomes),
     )
     # The interpreter prints __cause__. Hypothesis reads __context__ to tell different failures

@@ -402,7 +402,8 @@ def _tree_of_rank(tree: Tree, rank: int) -> Tree:
         items.rotate(-rank)
         return {key: _tree_of_rank(value, rank) for key, value in items}
 
-    # A dict counts as a leaf, since map_leaves() keeps the order of dicts that are collections.
+    # map_leaves() would keep the order of a dict. So a dict counts as a leaf, of which
+    # value_of_rank() makes another dict.
     return map_leaves(value_of_rank, tree, is_leaf=lambda node: isinstance(node, dict))
 
 

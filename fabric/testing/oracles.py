@@ -208,8 +208,8 @@ def _on_each_rank(
 
     Args:
         values: one value per rank, of equal structure.
-        function: is called with a rank and a leaf on all ranks, in rank order. It returns the
-            result of the leaf on the rank.
+        function: ``function(rank, leaf_of_ranks)`` returns the result on one rank for a leaf. The
+            second argument has the leaf of each rank, in rank order.
 
     Returns:
         One result per rank, in the structure of the rank's value. A leaf that is neither a tensor

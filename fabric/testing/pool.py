@@ -481,13 +481,13 @@ class RankPool:
         if grace > 0:
             for rank in supervisor.ranks:
                 rank.send("call", None)  # asks the rank to exit
-        supervisor.collect_until(grace)
+        supervisor.collect_until(grace)  # returns earlier if all ranks have ended
         for rank in supervisor.ranks:
             rank.kill()
         # The sender threads end with their ranks. They have to end before the pipes are closed.
         for sender_thread in self._sender_threads:
             sender_thread.join()
-        self._finalizer()  # closes the supervisor
+        self._finalizer()  # closes the supervisor and its pipes
 
 
 def _has_lost_server(supervisor: Supervisor) -> bool:

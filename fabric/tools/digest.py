@@ -246,7 +246,7 @@ def _real_values(tensor: Tensor) -> Tensor:
     # A lazy conjugation or negation is not in the bits that are hashed, unless it is resolved.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type == "mps":
-        # MPS lacks float64, which the sketch needs.
+        # MPS lacks float64, in which digests are computed.
         tensor = tensor.cpu()
     if tensor.is_complex():
         return torch.view_as_real(tensor)

@@ -305,7 +305,8 @@ class _Job:
             The types of the layers that FSDP would wrap.
         """
         model, *optimizers = _model_and_optimizers(self.build(fabric))
-        # Found before setup, which may wrap the layers. A dict keeps each type once, in order.
+        # setup() may wrap the layers, so their types are found first. A dict keeps each type once,
+        # in order.
         layer_types = dict.fromkeys(type(layer) for layer in find_fsdp_modules(model))
         if self.uses_foreach:
             for optimizer in optimizers:

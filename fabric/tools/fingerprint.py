@@ -264,14 +264,14 @@ class _Recorder:
             self._append(_Pending(replace(entry, text=problem)))
             return
         entry = replace(entry, shape=list(tensor.shape))
-        # torch's checkpoints require this method of sharded tensors, such as DTensor. The shard of
-        # such a tensor is recorded even if it has all elements, since then those of other ranks
-        # are empty.
-        is_dtensor = hasattr(tensor, "__create_chunk_list__")
-        # There is one chunk, except for sharded tensors of other libraries.
+        # torch's checkpoints call this method of DTensor and other distributed tensors.
+        is_distributed = hasattr(tensor, "__create_chunk_list__")
+        # There is one chunk, except for distributed tensors of other libraries.
         for chunk in local_chunks(tensor):
             chunk_entry = entry
-            if is_dtensor:
+            # A shard is recorded as one even if it has all elements, since the shards of the other
+            # ranks are then empty, and `fabric diff` adds up all of them.
+            if is_distributed:
                 shard = f"{chunk.offsets} {list(chunk.tensor.shape)}"
                 chunk_entry = replace(entry, shard=shard)
             digest = self._tables.packed_digest(chunk, tensor.shape)
@@ -515,7 +515,7 @@ class Fingerprint(SessionObserver):
             self._recorder.record("output", name, output)
 
     def _record_loss(self, loss: Tensor, weight: Any, reduce: str) -> None:
-        """Record a loss before its backward pass. It has no loss scale yet."""
+        """Record a loss before its backward pass, without the factor of the loss scaler."""
         if not self._is_recording():
             return
         self._record_start()
@@ -553,8 +553,8 @@ class Fingerprint(SessionObserver):
         """Register :meth:`_before_step` with a set-up optimizer.
 
         torch calls this method before each step of any optimizer, and then the optimizer's own
-        hooks. Those of fabric average, divide or unscale gradients. So :meth:`_before_step` is
-        added as the last of the optimizer's own hooks, and torch calls it in this step already.
+        hooks. Some of the latter average, divide or unscale gradients. So :meth:`_before_step` is
+        added as the last of the optimizer's own hooks. torch calls it in this step already.
         """
         is_set_up = optimizer in self._session.optimizers
         if is_set_up and optimizer not in self._hooked_optimizers:

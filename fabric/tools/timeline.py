@@ -438,15 +438,15 @@ def _nanoseconds(begin: Mark, end: Mark) -> float:
     return 1e6 * milliseconds
 
 
-def _times_by_phase(finished: _Round) -> _PhaseTimes:
+def _times_by_phase(measured_round: _Round) -> _PhaseTimes:
     """Return the times of each phase of a round. Their seconds add up to the round's duration.
 
     The time of a phase inside of another phase counts only for the inner one.
     """
     times: defaultdict[str, _PhaseTime] = defaultdict(_PhaseTime)
     # _OTHER is the outer phase of phases that are in no other phase.
-    times[_OTHER].seconds = _nanoseconds(finished.begin, finished.end) / 1e9
-    for span in finished.spans:
+    times[_OTHER].seconds = _nanoseconds(measured_round.begin, measured_round.end) / 1e9
+    for span in measured_round.spans:
         seconds = _nanoseconds(span.begin, span.end) / 1e9
         is_wait = isinstance(span.name, Wait)
         if is_wait:
@@ -822,13 +822,14 @@ class _Profile:
             track: the line below the process on which the event is shown.
             **options: more fields of the event.
         """
+        time_on_rank0 = time - self._clock.lead
         event = {
             "ph": kind,
             "name": name,
             "cat": "fabric",
             "pid": self._store.rank,
             "tid": track,
-            "ts": (time - self._clock.lead - self._clock.start) / 1e3,
+            "ts": (time_on_rank0 - self._clock.start) / 1e3,
         }
         self._events.append({**event, **options})
 
