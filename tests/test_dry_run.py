@@ -472,6 +472,13 @@ def test_a_mesh_stays_where_other_options_are_tried():
     assert axes == {"data_parallel", "tensor_parallel", "world"}
 
 
+def test_a_mesh_without_repeated_layers_has_nothing_to_recompute():
+    mesh = ModelParallelStrategy(tp_plan=PLANS["linear"], tensor_parallel_size=2)
+    dry_run = planned("linear", mesh, 2, memory="1 B")
+    expected = 'ModelParallelStrategy(...), Fabric(precision="bf16-mixed")'
+    assert list(dry_run.alternatives) == [expected]
+
+
 def test_memory_is_reported_by_kind_and_traffic_by_axis():
     strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
     dry_run = planned(strategy=strategy, ranks=64, num_nodes=8)

@@ -405,14 +405,15 @@ def _alternatives(
         requested: the strategy that needs too much memory. A ModelParallelStrategy only gets more
             options. FSDP takes the place of any other strategy.
         precision: the precision that was requested.
-        layer_types: the types of the layers that FSDP would wrap. Their activations are recomputed.
+        layer_types: the types of the layers that FSDP would wrap, whose activations are recomputed.
+            Empty if the model has no repeated layers.
     """
     # A strategy object serves one Fabric, so each alternative has a new object.
     base: Strategy = FSDPStrategy()
-    options = ""
+    options: list[str] = []
     if isinstance(requested, ModelParallelStrategy):
         base = requested
-        options = "..., "  # stands for the user's options in the suggested code
+        options.append("...")  # stands for the user's options in the suggested code
     else:
         sharded_grads = _with_options(base, sharding_strategy="SHARD_GRAD_OP")
         code = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
@@ -420,11 +421,12 @@ def _alternatives(
         yield _Alternative("FSDPStrategy()", copy(base), precision)
     if layer_types:
         names = ", ".join(layer_type.__name__ for layer_type in layer_types)
-        options += f"activation_checkpointing=[{names}]"
-    recomputing = _with_options(base, activation_checkpointing=layer_types or None)
-    code = f"{type(base).__name__}({options})"
-    yield _Alternative(code, recomputing, precision)
-    yield _Alternative(f'{code}, Fabric(precision="bf16-mixed")', copy(recomputing), "bf16-mixed")
+        options.append(f"activation_checkpointing=[{names}]")
+        base = _with_options(base, activation_checkpointing=layer_types)
+    code = f"{type(base).__name__}({', '.join(options)})"
+    if layer_types:
+        yield _Alternative(code, copy(base), precision)
+    yield _Alternative(f'{code}, Fabric(precision="bf16-mixed")', copy(base), "bf16-mixed")
 
 
 def _with_options(strategy: Strategy, **options: Any) -> Strategy:
