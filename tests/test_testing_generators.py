@@ -146,6 +146,11 @@ def has_two_lengths(tensors: PerRank) -> bool:
     return len(first) != len(second)
 
 
+@given(gen.per_rank_tensors(2, shape=(3, 2), layout="transposed"))
+def test_the_layout_of_the_tensors_of_all_ranks_can_be_given(tensors: PerRank) -> None:
+    assert [tensor.stride() for tensor in tensors.values] == [(1, 3), (1, 3)]
+
+
 def test_lengths_differ_in_ragged_tensors() -> None:
     ragged = gen.per_rank_tensors(2, ragged=True)
     tensors = find(ragged, has_two_lengths, settings=SHRUNK)
@@ -153,8 +158,23 @@ def test_lengths_differ_in_ragged_tensors() -> None:
     assert sorted(lengths) == [0, 1]
 
 
-def test_what_is_printed_shows_the_strides() -> None:
-    strided = torch.zeros(4)[::2]
-    assert repr(PerRank([strided])) == "PerRank([tensor([0., 0.]) of strides (2,)])"
+def test_what_is_printed_can_be_pasted_and_has_the_strides() -> None:
+    strided = torch.arange(4.0)[1::2]
+    text = "PerRank([tensor([1., 2., 3.]).as_strided((2,), (2,))])"
+    assert repr(PerRank([strided])) == text
+
+
+@settings(deadline=None)
+@given(gen.per_rank_tensors(2, gen.dtypes(), special_values=True))
+def test_what_is_printed_makes_equal_tensors(tensors: PerRank) -> None:
+    names = {"PerRank": PerRank, "torch": torch, "tensor": torch.tensor}
+    pasted = eval(repr(tensors), {**names, "nan": torch.nan, "inf": torch.inf})  # noqa: S307
+    for actual, expected in zip(pasted.values, tensors.values, strict=True):
+        if not expected.is_contiguous():
+            assert actual.stride() == expected.stride()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_printed_shows_other_values_as_they_are() -> None:
     mixed = PerRank([{"a": 1}, torch.zeros(1)])
     assert repr(mixed) == "PerRank([{'a': 1}, tensor([0.])])"

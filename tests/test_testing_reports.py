@@ -1,5 +1,6 @@
 """What the test kit says about a call: warnings of ranks, where a rank hangs, explanations."""
 
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -93,8 +94,9 @@ def test_a_hang_names_the_raw_collective_and_the_line_of_the_user(
     line = reduce_on_first_rank.__code__.co_firstlineno + (5 if is_asynchronous else 6)
     headline, _, _ = str(caught.value).partition("\n")
     assert headline.startswith("reduce_on_first_rank: rank 0 of 2 did not return within ")
-    # The second hang of a function ends earlier than its timeout.
-    assert headline.endswith(" s: " + position.format(file=__file__, line=line))
+    # The second hang of a function ends earlier than its timeout, and says why.
+    assert re.search(r" s(?: \(not 2 s, .*\))?: ", headline)
+    assert headline.endswith(": " + position.format(file=__file__, line=line))
 
 
 def test_a_hang_of_a_thread_names_the_line_of_the_user() -> None:

@@ -90,15 +90,35 @@ class Record:
 
 
 class _TensorText:
-    """A stand-in for a tensor in the text of a PerRank, which also shows unusual strides."""
+    """A stand-in for a tensor in the text of a PerRank, which also shows unusual strides.
+
+    The text is code that makes the tensor, after ``from torch import inf, nan, tensor``.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._text = repr(tensor)
+        if type(tensor) is not Tensor:
+            return
         if not tensor.is_contiguous():
-            self._text = f"{tensor!r} of strides {tensor.stride()}"
+            self._text = _strided_text(tensor)
+        elif tensor.numel() == 0 and tensor.dim() > 1:
+            # torch shows the shape as an argument that tensor() does not take.
+            self._text = f"{tensor.flatten()!r}.reshape({tuple(tensor.shape)})"
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _strided_text(tensor: Tensor) -> str:
+    """Return code that makes a tensor with its strides, from all elements that lie in its memory.
+
+    The elements between those of the tensor are shown, too, since a collective may have read them.
+    """
+    elements_in_memory = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements_in_memory += (size - 1) * stride
+    memory = tensor.detach().as_strided((elements_in_memory,), (1,))
+    return f"{memory!r}.as_strided({tuple(tensor.shape)}, {tensor.stride()})"
 
 
 def arguments_of_rank(
@@ -190,6 +210,7 @@ def timeout_report(
     timeout: float,
     *,
     is_waiting: bool,
+    reason: str = "",
     position: str = "",
     exit_code: int = 1,
 ) -> Report:
@@ -200,6 +221,7 @@ def timeout_report(
         stack: the current stack of the rank.
         timeout: the seconds that the call was allowed to take.
         is_waiting: whether the stack shows that the rank waits for other ranks.
+        reason: why the call was allowed less than its timeout. Empty if it was not.
         position: the collective and the line that the rank is in. Empty if not known.
         exit_code: the exit code of the rank's process.
     """
@@ -207,6 +229,8 @@ def timeout_report(
     if is_waiting:
         role = FailureRole.WAITING
     outcome = f"did not return within {timeout:g} s"
+    if reason:
+        outcome = f"{outcome} ({reason})"
     if position:
         outcome = f"{outcome}: {position}"
     return Report(

@@ -207,6 +207,7 @@ def per_rank_tensors(
     size: int,
     dtype: Any = torch.float32,
     shape: Any = None,
+    layout: Any = None,
     *,
     exact: bool = True,
     special_values: bool = False,
@@ -219,6 +220,7 @@ def per_rank_tensors(
         size: number of ranks.
         dtype: as for :func:`tensors`.
         shape: as for :func:`tensors`.
+        layout: as for :func:`tensors`. A layout is drawn for each rank.
         exact: as for :func:`tensors`.
         special_values: as for :func:`tensors`.
         ragged: whether the length along dim 0 may differ between ranks. The shape then needs at
@@ -229,14 +231,15 @@ def per_rank_tensors(
         default_shapes = _SHAPES_WITH_ROWS
     common_shape = draw(_as_strategy(shape, default_shapes))
     drawn_dtype = draw(_as_strategy(dtype))
+    layouts = _as_strategy(layout, _ANY_LAYOUT)
     float_options = _FloatOptions(exact, special_values)
     rank_tensors: list[Tensor] = []
     for _ in range(size):
         rank_shape = common_shape
         if ragged:
             rank_shape = (draw(_LENGTHS), *common_shape[1:])
-        layout = draw(_ANY_LAYOUT)
-        rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, layout, float_options)))
+        rank_layout = draw(layouts)
+        rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, rank_layout, float_options)))
     return PerRank(rank_tensors)
 
 

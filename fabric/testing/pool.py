@@ -605,7 +605,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
         elif has_failed:
             report = Report(rank=rank.global_rank, outcome="was still in the call")
         else:
-            report = _report_of_running_rank(supervisor, rank, seconds_waited)
+            report = _report_of_running_rank(supervisor, rank, seconds_waited, limits)
         reports.append(report)
     raise rank_failed_error(call_text, reports)
 
@@ -677,15 +677,23 @@ def _exit_report(rank: RankProcess, exit_code: int) -> Report:
     )
 
 
-def _report_of_running_rank(supervisor: Supervisor, rank: RankProcess, timeout: float) -> Report:
-    """Return the report of a rank that is still running after ``timeout`` seconds."""
+def _report_of_running_rank(
+    supervisor: Supervisor, rank: RankProcess, seconds_waited: float, limits: _TimeLimits
+) -> Report:
+    """Return the report of a rank that is still running after ``seconds_waited`` seconds."""
     stack = _current_stack(supervisor, rank)
     frames = frames_of_faulthandler(stack)
+    reason = ""
+    if seconds_waited < limits.timeout:
+        reason = (
+            f"not {limits.timeout:g} s, since the ranks were idle and this function has hung before"
+        )
     return timeout_report(
         rank.global_rank,
         stack,
-        timeout,
+        seconds_waited,
         is_waiting=is_waiting(frames),
+        reason=reason,
         position=position(frames),
         exit_code=-signal.SIGKILL,  # the pool kills the rank after this report
     )
