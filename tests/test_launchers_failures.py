@@ -315,6 +315,7 @@ def test_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> 
         run_in_ranks(reduce_unequal_lengths, launcher="forkserver")
     text = str(caught.value)
     assert "FABRIC_CHECK=1" in text
+    assert "The reason is on standard error" in text
     call = r"test_launchers_failures\.py:\d+: dist\.all_reduce\(torch\.ones\("
     for rank in range(2):
         assert re.search(f"    rank {rank}: .*{call}", text)

@@ -960,8 +960,9 @@ def exit_status(code: int) -> int:
 # Usual reasons for a rank's end by a signal.
 _HINTS: dict[int, str] = {
     signal.SIGKILL: ": fabric did not kill it; the system kills this way when memory runs out",
-    signal.SIGABRT: ": C++ code aborted, as when ranks make different calls. FABRIC_CHECK=1 "
-    "compares calls of fabric's collectives, and not those of torch.distributed",
+    signal.SIGABRT: ": C++ code aborted, as when ranks make different calls. The reason is on "
+    "standard error, often after what(). FABRIC_CHECK=1 compares calls of fabric's collectives, "
+    "and not those of torch.distributed",
 }
 
 
