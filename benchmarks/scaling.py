@@ -301,7 +301,8 @@ def set_up_ours(
             tp_plan={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"},
         ),
     }
-    fabric = Fabric(accelerator="cpu", strategy=strategies[kind]())
+    # The default, whatever the option --check-replicas of the tests says.
+    fabric = Fabric(accelerator="cpu", strategy=strategies[kind](), check_replicas=True)
     fabric.launch()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     return model, optimizer, fabric.backward, fabric.teardown

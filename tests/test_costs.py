@@ -56,7 +56,8 @@ def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(
     strategy: str, max_calls: int
 ) -> None:
-    calls_of_ranks = run_in_ranks(count_ours, strategy=strategy)
+    # The default, whatever --check-replicas says: a comparison of replicas makes calls.
+    calls_of_ranks = run_in_ranks(count_ours, strategy=strategy, check_replicas=True)
     raw_calls_of_ranks = run_in_ranks(count_raw, strategy=strategy)
     for calls, raw_calls in zip(calls_of_ranks, raw_calls_of_ranks, strict=True):
         assert calls - raw_calls <= max_calls
@@ -86,7 +87,8 @@ def count_raw(fabric: Fabric) -> int:
 def test_a_pass_in_a_loop_with_equal_batch_counts_makes_no_more_python_calls_than_outside(
     strategy: str, has_gradients: bool
 ) -> None:
-    for outside, inside in run_in_ranks(count_pass_in_loop, has_gradients, strategy=strategy):
+    options = {"strategy": strategy, "check_replicas": True}
+    for outside, inside in run_in_ranks(count_pass_in_loop, has_gradients, **options):
         assert inside == outside
 
 

@@ -427,6 +427,7 @@ def test_a_rank_takes_what_was_planned_and_issues_these_collectives(name, strate
         ranks=ranks,
         strategy=strategy_of(name, strategy, ranks),
         check_training=False,
+        check_replicas=True,  # the default, whatever --check-replicas says
     )
     predicted = prediction_of(planned(name, strategy_of(name, strategy, ranks), ranks))
     # What a collective of a few numbers keeps for the next one, which a plan leaves out: two rows

@@ -201,7 +201,10 @@ NAMES_ON_MESH = ["clip_harder", "flip_bit", "change_state", "decay_more"]
 
 
 def test_a_save_names_each_kind_of_drift_under_ddp(tmp_path: Path) -> None:
-    outcomes = run_in_ranks(save_after_drift, tmp_path, ["no drift", *NAMES], ranks=3)
+    # The default, whatever --check-replicas says: a comparison in a step would come before the save.
+    outcomes = run_in_ranks(
+        save_after_drift, tmp_path, ["no drift", *NAMES], ranks=3, check_replicas=True
+    )
     check_outcomes(outcomes, NAMES)
     error = outcomes[2]["decay_more"]
     assert "save" in error.splitlines()[0]
@@ -279,7 +282,8 @@ def save_after_load_on_one_rank(fabric: Fabric, folder: Path, trained: Loop) -> 
 
 
 def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None:
-    for outcomes in run_in_ranks(save_after_changes, tmp_path):
+    # The default, whatever --check-replicas says: a comparison in a step would come before the save.
+    for outcomes in run_in_ranks(save_after_changes, tmp_path, check_replicas=True):
         assert outcomes["statistics"] == "fine"
         assert "the buffer mask of Masked differs: " in outcomes["buffer"]
         assert "changed on rank 1" in outcomes["buffer"]
