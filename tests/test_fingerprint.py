@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.nn.functional import mse_loss
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 from fabric.cli import main
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.strategies import ModelParallelStrategy
+from fabric.strategies import DDPStrategy, ModelParallelStrategy
 from fabric.tools.run_diff import compare_runs
 from tests.loops import GLOBAL_BATCH, STEPS, batches, make_model
 from tests.planted_differences import JOBS, Batch, Job
@@ -265,6 +269,47 @@ def test_gradients_of_weighted_losses_are_compared_once_they_are_divided(tmp_pat
     assert " gradient at the step (4)" in result.text
 
 
+def train_one_local_step(fabric: Fabric, folder: str) -> None:
+    """Make a step with the gradients of each rank, as an earlier step of local SGD does."""
+    torch.manual_seed(0)
+    module = nn.Linear(2, 1).double()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.01))
+    samples = torch.arange(12.0, dtype=torch.float64).reshape(6, 2)
+    with fabric.fingerprint(folder):
+        fabric.backward(model(samples[fabric.global_rank :: fabric.world_size]).square().mean())
+        optimizer.step()
+
+
+def local_sgd() -> DDPStrategy:
+    state = PostLocalSGDState(
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=0,
+        post_local_gradient_allreduce=False,
+    )
+    return DDPStrategy(
+        ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=4
+    )
+
+
+def test_what_ranks_hold_by_themselves_is_not_compared_between_layouts(tmp_path):
+    for name, strategy in (("plain", "auto"), ("local", local_sgd())):
+        with Fabric(accelerator="cpu", devices=1, strategy=strategy) as fabric:
+            train_one_local_step(fabric, str(tmp_path / f"{name} alone"))
+    run_in_ranks(train_one_local_step, str(tmp_path / "plain"), ranks=3)
+    run_in_ranks(train_one_local_step, str(tmp_path / "local"), ranks=3, strategy=local_sgd())
+
+    # Between two averages, the ranks of local SGD have gradients and parameters of their own.
+    result = compare_runs(tmp_path / "plain alone", tmp_path / "local", close=1e-9)
+    assert result.is_equal, result.text
+    assert " loss (1)" in result.text
+    assert " parameter (" not in result.text
+    # On a single process, they are those of the job.
+    result = compare_runs(tmp_path / "local alone", tmp_path / "plain", close=1e-9)
+    assert result.is_equal, result.text
+    assert " parameter (2)" in result.text
+
+
 def test_a_difference_between_layouts_is_named(run_of_layout, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.mse_loss", partial(mse_loss, reduction="sum"))
     with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:
@@ -368,7 +413,50 @@ def test_a_run_without_outputs_of_modules_is_close_to_one_that_has_them(options,
     train_briefly(tmp_path / "other", **{"devices": 1, **options})
     result = compare_runs(tmp_path / "run", tmp_path / "other", close=1e-4)
     assert result.is_equal, result.text
-    assert "inputs and outputs of modules, which only one of the runs has" in result.text
+    left_out = "inputs and outputs of modules, which only one of the runs has: steps 0 to 1\n"
+    assert left_out in result.text
+
+
+class WithUnusedLayer(nn.Module):
+    """A module with a layer whose output does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        self.unused(scale * x)
+        return self.layer(x)
+
+
+def train_with_unused_layer(folder: Path, *, compiles: bool, scale: float = 1.0) -> None:
+    """Make a step that may be compiled, and one that is not, with a scale for the unused layer."""
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.seed_everything(0)
+        module: Any = WithUnusedLayer()
+        optimizer = torch.optim.SGD(module.layer.parameters(), lr=0.1)
+        if compiles:
+            module = torch.compile(module, backend="eager")
+        model, optimizer = fabric.setup(module, optimizer)
+        with fabric.fingerprint(folder):
+            fabric.backward(model(torch.ones(1, 2), 1.0).sum())
+            optimizer.step()
+            with torch.compiler.set_stance("force_eager"):
+                loss = model(torch.ones(1, 2), scale).sum()
+            fabric.backward(loss)
+            optimizer.step()
+
+
+def test_modules_are_compared_in_the_steps_in_which_both_runs_have_them(tmp_path):
+    train_with_unused_layer(tmp_path / "run", compiles=False)
+    train_with_unused_layer(tmp_path / "compiled", compiles=True)
+    result = compare_runs(tmp_path / "run", tmp_path / "compiled")
+    assert result.is_equal, result.text
+    assert "inputs and outputs of modules, which only one of the runs has: step 0\n" in result.text
+    train_with_unused_layer(tmp_path / "scaled", compiles=True, scale=2.0)
+    result = compare_runs(tmp_path / "run", tmp_path / "scaled")
+    assert "first difference: step 1, rank 0: input WithUnusedLayer[1]\n" in result.text
 
 
 # -- Files and the command -------------------------------------------------------------------------

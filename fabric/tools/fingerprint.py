@@ -539,14 +539,14 @@ class Fingerprint(SessionObserver):
             # A single rank has complete gradients after every backward pass. But FSDP hides
             # unreduced gradients, even on a single rank.
             is_complete = not self._has_other_ranks and not model.contract.is_sharded
-            is_synchronized = is_complete or model.contract.synchronizes()
+            is_reduced = model.is_synchronized and model.contract.synchronizes()
             for named_parameter in reversed(_parameters_of_model(model)):
                 if named_parameter.parameter.requires_grad:
                     self._recorder.record(
                         "gradient",
                         named_parameter.name,
                         named_parameter.parameter.grad,
-                        is_synchronized=is_synchronized,
+                        is_synchronized=is_complete or is_reduced,
                     )
 
     def _watch_step(self, optimizer: Optimizer, *_: object) -> None:

@@ -379,8 +379,8 @@ class _Comparison:
         other_sample_steps: the steps in which the runs have other samples.
         excess_samples: by the hash of a sample, how often the first run has it in
             ``other_sample_steps``, minus how often the second run has it.
-        is_without_modules: whether only one of the runs has inputs and outputs of modules in a
-            step. Both are left out from this step on.
+        steps_without_modules: the steps in which only one of the runs has inputs and outputs of
+            modules. They are left out.
         has_other_micro_batches: whether the runs split the same samples of any step into other
             numbers of micro-batches.
     """
@@ -395,7 +395,7 @@ class _Comparison:
     reordered_steps: list[int] = field(default_factory=list)
     other_sample_steps: list[int] = field(default_factory=list)
     excess_samples: Counter[int] = field(default_factory=Counter)
-    is_without_modules: bool = False
+    steps_without_modules: list[int] = field(default_factory=list)
     has_other_micro_batches: bool = False
 
     def compare(self) -> None:
@@ -405,7 +405,8 @@ class _Comparison:
             second = self.second.read_step(number)
             self._compare_samples(first, second)
             # A run has no inputs and outputs of modules if, for example, its model is compiled.
-            self.is_without_modules |= first.has_modules() != second.has_modules()
+            if first.has_modules() != second.has_modules():
+                self.steps_without_modules.append(number)
             differences = list(self._differences_of_step(first, second))
             if not differences:
                 continue
@@ -552,7 +553,7 @@ class _Comparison:
             left: the value of the first run. None if the first run lacks it.
             right: the value of the second run. None if the second run lacks it.
         """
-        if key.kind in _MODULE_KINDS and self.is_without_modules:
+        if key.kind in _MODULE_KINDS and step in self.steps_without_modules:
             return True
         # A run that was killed within the step lacks values that it would have recorded.
         is_behind_the_end_of_first = left is None and not self.first.has_finished(step)
@@ -657,8 +658,12 @@ class _Comparison:
             texts.append(f"{kind} ({count})")
         lines = [f"compared {mode}: {_describe_steps(steps)}, {', '.join(texts)}"]
         notes = list(self.notes)
-        if self.is_without_modules:
-            notes.append("inputs and outputs of modules, which only one of the runs has")
+        if self.steps_without_modules:
+            steps_without_modules = _describe_steps(self.steps_without_modules)
+            notes.append(
+                "inputs and outputs of modules, which only one of the runs has: "
+                f"{steps_without_modules}"
+            )
         if self.has_other_micro_batches or not self._has_same_layout():
             notes.append(
                 "inputs and outputs of modules, buffers and random states, since the runs split "
