@@ -29,7 +29,7 @@ _SUBJECTS = {
     "data/copies": "data_copies data_loader",
     "data/gather": "gather_for_metrics",
     "data/lockstep": "uneven_loaders uneven data_position",
-    "data/loader": "data_loader data_position data_sharding uneven_loaders",
+    "data/loader": "data_loader data_position data_sharding rank_streams uneven_loaders",
     "data/accumulate": "accumulate data_position",
     "data/join": "uneven uneven_loaders",
     "checkpoint/state": "checkpoint_state checkpoint_full fabric_checkpoint",
