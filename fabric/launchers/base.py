@@ -295,7 +295,7 @@ def refuse_while_importing_main() -> None:
     # In a process that is not a rank, multiprocessing also adds the entry "__mp_main__", for the
     # module whose name is "__main__".
     is_imported_in_rank = getattr(imported_script, "__name__", None) == "__mp_main__"
-    # Once the import in a rank has finished, multiprocessing makes it the module "__main__".
+    # Once a rank has imported the script, multiprocessing enters it as "__main__", too.
     has_import_finished = imported_script is sys.modules["__main__"]
     if is_imported_in_rank and not has_import_finished:
         raise UsageError(
