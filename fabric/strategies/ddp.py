@@ -356,8 +356,9 @@ class DDPStrategy(ParallelStrategy):
         synchronizes = synchronization_check(prepared)
         contract = replace(contract, synchronizes=synchronizes)
         if self.world_size > 1 and not replicas_drift:
-            # The training checks compare these tensors between the ranks.
+            # The training checks compare these parameters between the ranks after steps.
             replicated = partial(_synchronized_parameters, prepared)
+            # Saves compare these tensors.
             replicas = partial(_replicas, prepared, has_buffers=self._broadcasts_buffers())
             contract = replace(contract, replicated=replicated, replicas=replicas)
         return contract

@@ -269,8 +269,8 @@ class SplitComparison:
         self._root = root
         self._communicator = communicator
         self._store = store
-        # With the first of the ranks that hold the parts of a layer, which are consecutive. Other
-        # ranks with parts of the same layer compare other keys in the store.
+        # For keys in the store. The ranks of a layer are consecutive, and the name has the first of
+        # them, since each group of ranks with parts of a layer compares on its own.
         self._name = f"{name} from rank {store.rank - communicator.rank}"
         # The number of calls of _run_on_all_ranks(), for keys in the store.
         self._num_runs = 0
@@ -282,11 +282,14 @@ class SplitComparison:
         self._paths = {region.path for region in self._regions}
         # The names of regions that a pass has not called although it has called their layers.
         self._uncalled: set[str] = set()
+        # The number of passes with gradients and comparisons so far.
         self._num_passes = 0
+        # Whether a pass has ended in which regions were to be compared.
         self._has_compared = False
-        # Restores the state from before a pass with comparisons. Empty between two passes.
+        # Removes the hooks of a pass with comparisons. Empty between two passes.
         self._pass_state = ExitStack()
         self._is_in_pass = False
+        # True while a region is computed.
         self._is_comparing = False
         # The hooks around forward passes, once the comparison has started.
         self._hooks = Hooks()

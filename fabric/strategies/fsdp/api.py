@@ -664,18 +664,22 @@ class FSDPStrategy(ParallelStrategy):
         for name, parameter in parameters.items():
             if parameter in forward.unsharded.parameters:
                 replicated[name] = parameter
-        has_low_precision = self.runtime.precision.compute_dtype is not None
+        # None unless the precision is a mixed one.
+        compute_dtype = self.runtime.precision.compute_dtype
         return replace(
             super().gradient_contract(prepared),
             # torch puts "FSDP" in front of the class's name.
             title=type(root).__name__.removeprefix("FSDP"),
             parameters=lambda: parameters,
             is_sharded=True,
+            # The ranks that take part in every forward pass.
             peers=self._shard_ranks,
             synchronizes=forward.synchronizes,
             # Each rank has the gradients of its own shards.
             gradients_may_differ=True,
+            # These have to be equal on all ranks after a step.
             replicated=lambda: replicated,
+            # Saves compare these between the ranks that hold the same shards.
             replicas=partial(_with_buffers, parameters, root),
             unreduced=forward.unreduced_parameters,
             # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
@@ -684,7 +688,7 @@ class FSDPStrategy(ParallelStrategy):
             # the copies.
             reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
             # With mixed precision, FSDP2 itself casts inputs and outputs.
-            casts=self.mixed_precision is not None or has_low_precision,
+            casts=self.mixed_precision is not None or compute_dtype is not None,
         )
 
     @override
