@@ -59,13 +59,15 @@ _RRELU = torch.ops.aten.rrelu_with_noise.default
 
 
 def handle_operators(rank: int) -> Callable[[], None]:
-    """Have the functions of this file called. See ``[Note: Operators on shards]``.
+    """Replace operators on DTensors that would silently use this rank's shard alone.
+
+    The functions of this file are called in their place. See ``[Note: Operators on shards]``.
 
     Args:
         rank: the rank of this process, for errors.
 
     Returns:
-        A function that ends this.
+        A function that ends the replacement.
     """
     functions: dict[Any, Callable[..., Any]] = {_READ_NUMBER: partial(_read_number, rank)}
     functions.update(dict.fromkeys(_RANDOM_FILLS, _fill_whole))
@@ -77,10 +79,13 @@ def handle_operators(rank: int) -> Callable[[], None]:
 
 
 def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return the number in a DTensor with one element.
+    """Return the number in a DTensor with one element. Not a collective.
+
+    This function is called for ``float(x)``, ``x.item()`` and conditions.
 
     Raises:
-        UsageError: the values of the ranks are not reduced yet.
+        UsageError: the values of the ranks are not reduced yet. A reduction here would wait for
+            ranks that do not read the number.
     """
     dtensor = args[0]
     for mesh_dim, placement in enumerate(dtensor.placements):
@@ -97,7 +102,10 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Fill a DTensor in place with this rank's part of the numbers for the whole tensor."""
+    """Fill a DTensor in place with random numbers, and return it. Not a collective.
+
+    Each rank draws the numbers of the whole tensor, and keeps those of its shard.
+    """
     dtensor, *other_args = args
     whole = _empty_whole(dtensor)
     operator(whole, *other_args, **(kwargs or {}))
@@ -106,7 +114,10 @@ def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return a DTensor with this rank's part of the numbers for the whole tensor."""
+    """Return a DTensor of random numbers in the shape of another one. Not a collective.
+
+    Each rank draws the numbers of the whole tensor, and keeps those of its shard.
+    """
     dtensor, *other_args = args
     numbers = operator(_empty_whole(dtensor), *other_args, **(kwargs or {}))
     return _shard(numbers, dtensor)
@@ -138,7 +149,7 @@ def _draw_into(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _multiply_with_noise(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return the randomized leaky ReLU of a DTensor. Collective.
 
-    The second argument, a DTensor of noise, is overwritten for the backward pass.
+    The random factors are written to the second argument, a DTensor. The backward pass reads them.
     """
     dtensor, noise, *other_args = args
     whole_noise = _empty_whole(noise)
@@ -153,12 +164,17 @@ def _empty_whole(dtensor: Any) -> Tensor:
 
 
 def _shard(whole: Tensor, dtensor: Any) -> Any:
-    """Return a whole tensor with the placements of a DTensor. Not a collective."""
+    """Return this rank's shard of a whole tensor, split like a DTensor. Not a collective.
+
+    Args:
+        whole: a plain tensor of random numbers.
+        dtensor: the DTensor whose mesh and placements the result gets.
+    """
     from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import
 
     placements: list[Any] = []
     for placement in dtensor.placements:
-        # Random numbers are no values to be reduced.
+        # With a partial placement, the numbers of all ranks would be added up.
         placements.append(Replicate() if placement.is_partial() else placement)
     # Without a source rank, nothing is sent: every rank cuts its shard from its own numbers.
     return distribute_tensor(whole, dtensor.device_mesh, placements, src_data_rank=None)
