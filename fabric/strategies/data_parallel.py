@@ -399,8 +399,8 @@ class CopiedDataParallel(nn.DataParallel[Any]):
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """Return one replica of the module for each device.
 
-        Called by the ``forward`` of torch's class. In torch's replicas, a method that a module
-        keeps in an attribute stays bound to the original module. It is bound to the replica here.
+        Called by the ``forward`` of torch's class. In torch's replicas, a method in an attribute of
+        a module stays bound to the original module. This method binds it to the replica.
         """
         replicas = super().replicate(module, device_ids)
         for replica in replicas:

@@ -188,7 +188,7 @@ class DDPStrategy(ParallelStrategy):
         try:
             self._refuse_shared_memory(module)
         except ConfigurationError as raised:
-            # check_same_model() raises it on all ranks, which wait for each other there.
+            # check_same_model() raises the error on all ranks, which wait for each other there.
             error = raised
         # torch itself reports some differences between the models only on some ranks, or not at
         # all.
@@ -474,10 +474,10 @@ class _PickledState(bytes):
 class _GroupReference:
     """A reference to a process group, which prevents a deadlock when a wrapper is freed.
 
-    When gloo's group is freed, it waits for a thread, and this thread may need the interpreter
-    lock. If the reducer of a DistributedDataParallel frees the group, it holds the lock meanwhile,
-    and the two wait for each other. If Python frees the group, it releases the lock first. So this
-    reference has to outlive the reducer.
+    A gloo group that is freed waits for its thread, and the thread may need the interpreter lock.
+    The reducer of a DistributedDataParallel holds the lock while the reducer frees the group, which
+    is a deadlock. Python releases the lock before Python frees the group. So this reference has to
+    outlive the reducer.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -517,7 +517,7 @@ def _attribute_path(name: str) -> str:
 
 
 def _normalize_strides(module: nn.Module) -> None:
-    """Give contiguous buffers the strides of new tensors of their shapes. They keep their memory.
+    """Give contiguous buffers the strides of new tensors of their shapes, without a copy.
 
     The stride of a dimension of size 1 may be any number. With an unusual number, torch takes the
     buffer for one whose elements share memory, and DDP's copy of rank 0's buffers fails.
@@ -625,8 +625,8 @@ class _FirstPassCheck:
 def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) -> Iterator[None]:
     """Run the block under torch's ``Join``, and switch Join off in the wrappers at the end.
 
-    Collective at the end of the block. A rank that gets there first takes part in the collectives
-    of the ranks that still have batches. After an exception in the block, it does not.
+    Collective at the end of the block: a rank without batches takes part in the collectives of the
+    ranks that still have batches. After an exception in the block, nothing is done for other ranks.
 
     Args:
         wrappers: the modules whose collectives are answered.

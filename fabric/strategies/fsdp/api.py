@@ -460,7 +460,7 @@ class FSDPStrategy(ParallelStrategy):
         try:
             plan = self._check_model(root)
         except FabricError as raised:
-            # check_same_model() raises it on all ranks, which wait for each other there.
+            # check_same_model() raises the error on all ranks, which wait for each other there.
             error = raised
         check_same_model(self.runtime.communicator, root, error=error, plan=plan)
 
