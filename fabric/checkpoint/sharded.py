@@ -135,6 +135,7 @@ class ShardedCheckpoint:
         _refuse_memory_of_one_process(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
+        # write_on_all_ranks() calls the step after the request, with the arguments after the step.
         flat: FlatState = write_on_all_ranks(communicator, request, flatten_state, entries)
         # The end of the block commits the save. If the block raises, the old checkpoint stays.
         with context_on_one_rank(communicator, 0, request, _replace_folder, request, path) as save:
@@ -556,8 +557,26 @@ def clean(folder: Location) -> None:
     this function after the commit of a save, see ``[Note: commit of a folder]``, and before a save,
     in case the last save was interrupted.
     """
-    # The ID of the save of each data file that no process is writing.
-    finished_files: dict[Location, str] = {}
+    save_ids = _finished_files(folder)
+    # The index is read after the listing. Otherwise a save that another process commits in between
+    # would lose its files.
+    committed_id = ""
+    if (folder / INDEX).is_file():
+        index = read_index("save a sharded checkpoint", folder)
+        committed_id = index.save_id
+    for path, save_id in save_ids.items():
+        # Another process may have removed or renamed the file.
+        with suppress(FileNotFoundError):
+            if save_id != committed_id:
+                path.unlink()
+            elif isinstance(path, Path) and path.suffix == ".tmp":
+                # The final name is the name without ".tmp". A remote file has it already.
+                os.replace(path, path.with_suffix(""))
+
+
+def _finished_files(folder: Location) -> dict[Location, str]:
+    """Return the ID of its save for each data file in a folder that no process is writing."""
+    save_ids: dict[Location, str] = {}
     for path in folder.iterdir():
         match = DATA_NAME.fullmatch(path.name)
         if match is None:
@@ -569,18 +588,5 @@ def clean(folder: Location) -> None:
             is_being_written = (folder / f".{INDEX}.{save_id}.tmp").exists()
             if is_being_written or not path.is_file():
                 continue
-        finished_files[path] = save_id
-    # The index is read after the listing. Otherwise a save that another process commits in between
-    # would lose its files.
-    committed_id = ""
-    if (folder / INDEX).is_file():
-        index = read_index("save a sharded checkpoint", folder)
-        committed_id = index.save_id
-    for path, save_id in finished_files.items():
-        # Another process may have removed or renamed the file.
-        with suppress(FileNotFoundError):
-            if save_id != committed_id:
-                path.unlink()
-            elif isinstance(path, Path) and path.suffix == ".tmp":
-                # The final name is the name without ".tmp". A remote file has it already.
-                os.replace(path, path.with_suffix(""))
+        save_ids[path] = save_id
+    return save_ids
