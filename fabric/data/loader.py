@@ -233,16 +233,13 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             name=name,
         )
         spec = shard_loader(prepared, shard_request)
-        # Rank 0's workers keep torch's random streams, and the other ranks' workers get others. The
-        # workers of an iterable dataset that fabric shards need the same streams on all ranks.
-        if seed_workers and job.rank > 0 and not spec.is_sharded_in_rounds:
-            seeding = WorkerSeeding(job.rank, loader.worker_init_fn)
-            # torch's own __setattr__, and that of a user's class, may refuse the assignment.
-            object.__setattr__(prepared, "worker_init_fn", seeding)
+        if seed_workers:
+            _seed_workers_by_rank(prepared, job.rank, spec)
         dataset_keeps_position = _dataset_keeps_position(loader, spec)
         if dataset_keeps_position and spec.batch_size is not None:
             # collate_fn sees all samples of a batch, and so whether the dataset has ended.
             collate_fn = _EndDetector(loader.collate_fn, spec.batch_size)
+            # Past the __setattr__ of a user's class.
             object.__setattr__(prepared, "collate_fn", collate_fn)
         # torchdata's StatefulDataLoader keeps its own position. With a sampler of fabric, fabric
         # keeps the position.
@@ -837,6 +834,19 @@ def _check_arguments(loader: Any, uneven: str) -> None:
         raise ConfigurationError(
             f"setup_dataloaders(uneven={uneven!r})", expected=f"one of {policies}"
         )
+
+
+def _seed_workers_by_rank(loader: DataLoader[Any], rank: int, spec: LoaderSpec) -> None:
+    """Give the workers of a prepared loader other random streams on each rank. Called at setup.
+
+    Rank 0's workers keep torch's streams. The workers of an iterable dataset that fabric shards
+    keep them, too, since they need the same streams on all ranks.
+    """
+    if rank == 0 or spec.is_sharded_in_rounds:
+        return
+    seeding = WorkerSeeding(rank, loader.worker_init_fn)
+    # Past the __setattr__ of a user's class.
+    object.__setattr__(loader, "worker_init_fn", seeding)
 
 
 def _dataset_keeps_position(loader: DataLoader[Any], spec: LoaderSpec) -> bool:

@@ -166,7 +166,8 @@ def load_rank_states(
             some saved ranks, and each saved rank's result is passed on some rank of this job.
         saved_size: the number of ranks at the save.
         size: the number of ranks now.
-        strict: whether a metric that cannot be restored is an error. If not, it is unchanged.
+        strict: whether a metric that cannot be restored is an error. If not, the metric is left as
+            it is.
 
     Raises:
         CheckpointError: the states are of another number of ranks, or of other metrics.
@@ -179,11 +180,11 @@ def load_rank_states(
             continue
         states_by_rank = [rank_state[name] for rank_state in saved]
         problem = ""
-        # All ranks have saved the same metrics, so the first result has their paths.
-        if states_by_rank[0].keys() != metrics.keys():
+        # All ranks have saved the same metrics, so the first result has the paths of all.
+        saved_paths = states_by_rank[0].keys()
+        if saved_paths != metrics.keys():
             problem = (
-                f"it was saved with the metrics {sorted(states_by_rank[0])}, and has "
-                f"{sorted(metrics)}"
+                f"it was saved with the metrics {sorted(saved_paths)}, and has {sorted(metrics)}"
             )
         elif not is_same_size and _have_samples(states_by_rank):
             problem = (
@@ -200,6 +201,7 @@ def load_rank_states(
         if problem:
             continue
         for path, metric in metrics.items():
+            # With another number of ranks, no rank had samples: a reset is all that is needed.
             metric.reset()
             if is_same_size:
                 _load_state(metric, states_by_rank[0][path])
