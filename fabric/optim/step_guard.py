@@ -285,11 +285,10 @@ class StepGuard:
         The arguments are those of :meth:`accepts`.
         """
         is_norm_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
-        # Whether a finite norm is enough to accept the step, without a look at the losses.
-        is_norm_enough = is_norm_same_on_ranks and not self._spikes.is_enabled
-        if norm is not None and is_norm_enough and norm.isfinite():
-            # All ranks have the same finite norm, and so all accept the step without a message. The
-            # gradients are good, whatever the loss is.
+        losses_matter = self._spikes.is_enabled
+        if norm is not None and is_norm_same_on_ranks and not losses_matter and norm.isfinite():
+            # All ranks have the same finite norm, so all of them accept the step without a message.
+            # A finite norm shows that the gradients are good, whatever the loss is.
             return None
         loss_here = float(loss.detach())
         has_bad_loss = not math.isfinite(loss_here)
