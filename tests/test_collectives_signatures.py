@@ -358,7 +358,7 @@ def first_message(call: Sent, size: int, text: str) -> Collective:
     """Return what a rank of a group of a size sends first."""
     wire_dtypes = MEAN_WIRE_DTYPES if call.reduce is Reduce.MEAN else WIRE_DTYPES
     wire_dtype = wire_dtypes.get(call.dtype, call.dtype)
-    description = CallDescription(call.operation.value, text=text)
+    description = CallDescription(call.operation.value, signature_text=text)
     collective = Collective(
         call.operation, ones_of(2, dtype=wire_dtype), call.reduce, call=description
     )

@@ -207,7 +207,9 @@ class ShardGatherer:
         if self.communicator.size == 1:
             return
         # The communicator compares the text between the ranks. The tensor itself does not matter.
-        call = CallDescription("iter_full_tensors", lambda: text, text, reads_result=True)
+        call = CallDescription(
+            "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
+        )
         nothing = torch.zeros(1, device=self.communicator.device)
         collective = Collective(Operation.ALL_REDUCE, nothing, Reduce.MAX, call=call)
         self.communicator.run(collective)

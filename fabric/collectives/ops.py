@@ -96,8 +96,8 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     is_source = communicator.rank == src
     error = None
     tree_of_metas = None
-    # Placeholders. A receiver replaces them when the structure has arrived. A source that cannot
-    # send its object does not get that far: broadcast_object() raises the error.
+    # Placeholders, which are replaced below. Only a source that cannot send its object keeps them
+    # until broadcast_object() raises its error.
     leaves, structure = flatten(None)
     buckets: list[Bucket] = []
     if is_source:
@@ -147,13 +147,13 @@ def all_gather_ragged(
     except Exception as error:
         _answer_without_call(communicator, Operation.ALL_GATHER, error)
         raise
-    # The exchange of the lengths carries the signature of `text`, by which the ranks notice if
-    # their calls differ. `arguments` is for errors and hang reports. The lengths are read at once,
-    # so `reads_result` is true.
+    # The exchange of the lengths carries the signature, by which the ranks notice if their calls
+    # differ. `arguments` is for errors and hang reports. The lengths are read at once, so
+    # `reads_result` is true.
     call = CallDescription(
         "all_gather",
         arguments=lambda: f"ragged=True, {concat=}, {sync_grads=}, {description}",
-        text=f"all_gather({concat=}, {description})",
+        signature_text=f"all_gather({concat=}, {description})",
         reads_result=True,
     )
     lengths_by_position = _gather_lengths(communicator, leaves, call)
@@ -260,6 +260,7 @@ def _exchange(
             if bucket.numbers:
                 reads_result = True
     except Exception as error:
+        # Otherwise the other ranks would wait for this rank.
         _answer_without_call(communicator, operation, error)
         raise
 
@@ -274,12 +275,14 @@ def _exchange(
             options_text = f"{sync_grads=} of "
         return options_text + describe(structure, leaves, buckets, has_grads)
 
-    # The ranks compare this text. A single rank has nothing to compare.
-    text = None
-    if is_signed and communicator.size > 1:
-        text = f"{operation}({reduction_text}{describe(structure, leaves, buckets)})"
+    signature_text = None
+    if is_signed and communicator.size > 1:  # a single rank has nothing to compare
+        signature_text = f"{operation}({reduction_text}{describe(structure, leaves, buckets)})"
     call = CallDescription(
-        operation, arguments=describe_arguments, text=text, reads_result=reads_result
+        operation,
+        arguments=describe_arguments,
+        signature_text=signature_text,
+        reads_result=reads_result,
     )
     # Replaces the leaves in the buckets by their results.
     _run_for_buckets(
@@ -322,8 +325,8 @@ def _run_for_buckets(
         num_ranks = communicator.size
     for position, bucket in enumerate(buckets):
         if position > 0:
-            # Without a text, the communicator sends no signature.
-            call = call._replace(text=None)
+            # The first collective has compared the calls. Without a text, no signature is sent.
+            call = call._replace(signature_text=None)
         buffer = buffers.pop(0)
         if detach and buffer.requires_grad:
             buffer = buffer.detach()
@@ -357,7 +360,7 @@ def _answer_without_call(
     # The signature of an empty text matches no other. It is compared at once if the result is read.
     # See [Note: Signatures] in communicators/checked.py.
     call = CallDescription(
-        operation.value, arguments=lambda: arguments_text, text="", reads_result=True
+        operation.value, arguments=lambda: arguments_text, signature_text="", reads_result=True
     )
     # Any operation will do here: the message with the signature has one size for all operations,
     # and nothing follows it if the signatures differ.
@@ -449,6 +452,7 @@ def _check_reduction(
             suggestion = "x.detach()"
         else:
             continue
+        # The error names the first leaf with a gradient or, if there is none, the first leaf.
         positions = positions_with_gradient
         if not positions:
             positions = [*bucket.tensor_positions, *bucket.number_positions]

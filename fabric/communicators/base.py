@@ -135,8 +135,8 @@ class CallDescription(NamedTuple):
             ``"mean of loss: 1 float32[]"``. Checked mode also compares this text between the ranks.
             The text is empty if no argument must be the same on all ranks. The function is called
             only when the text is needed.
-        text: the text that the ranks compare by a signature, which is a checksum of it. It has
-            everything that must be the same on all ranks. Empty if this rank could not make its
+        signature_text: everything that must be the same on all ranks, as a text. The ranks compare
+            its checksum, which is the signature of the call. Empty if this rank could not make its
             call. None, the default, if the call has no signature. See ``[Note: Signatures]`` in
             ``checked.py``.
         reads_result: whether this rank reads the result at once, and so waits for the device.
@@ -147,7 +147,7 @@ class CallDescription(NamedTuple):
 
     operation: str
     arguments: Callable[[], str] = _no_arguments
-    text: str | None = None
+    signature_text: str | None = None
     reads_result: bool = False
     call_site: CallSite | None = None
 

@@ -176,13 +176,13 @@ class CheckedCommunicator(Communicator):
                 may be raised later. See :class:`PendingSignatures`.
         """
         call = collective.call
-        if call is None or call.text is None:
+        if call is None or call.signature_text is None:
             return self._inner.run(collective)
         if self.size > _MAX_GATHERED_GROUP:
             # A row from each rank would take much memory here. Two numbers are reduced instead.
-            self._compare(collective, self._reduce_checksums(collective, call.text))
+            self._compare(collective, self._reduce_checksums(collective, call.signature_text))
             return self._inner.run(collective)
-        return self._run_with_rows(collective, call.text)
+        return self._run_with_rows(collective, call.signature_text)
 
     @override
     def close(self) -> None:
@@ -289,7 +289,7 @@ class CheckedCommunicator(Communicator):
             return
         call = collective.call
         assert call is not None, "a signature without a call"
-        text = (call.text or "")[:_MAX_SHOWN_CHARACTERS]
+        text = (call.signature_text or "")[:_MAX_SHOWN_CHARACTERS]
         location = f"{call_site(collective)} (rank {self.rank} of {self.size})"
         self._pending.add(checksums, f"{text} at {location}")
         if self._is_on_cpu or call.reads_result or len(self._pending) > _MAX_PENDING:

@@ -156,7 +156,7 @@ class ProcessGroupCommunicator(Communicator):
             output: the tensor that is overwritten, of the same shape. Row i comes from rank i.
         """
         if copies.is_complex():
-            # The method of the group has no complex numbers.
+            # Backends have no complex numbers. dist.all_to_all_single() would do the same.
             copies = torch.view_as_real(copies)
             output = torch.view_as_real(output)
         # The default group is looked up here, since a reference would keep it connected.

@@ -391,8 +391,8 @@ class ThreadCommunicator(Communicator):
             return self._pass_message(collective)
         # The ranks compare this text, which has everything that must be equal on all ranks. Without
         # such a text of the user's call, they compare the properties of the collective.
-        if collective.call is not None and collective.call.text:
-            call_text = collective.call.text
+        if collective.call is not None and collective.call.signature_text:
+            call_text = collective.call.signature_text
         else:
             call_text = ", ".join(collective.facts.values())
         values = self._exchange(call_text, _value_to_send(collective))
