@@ -59,10 +59,10 @@ class ExpertParallel(ParallelStyle):
 class LatentProjection(ParallelStyle):
     """The style of a layer that computes a latent for all heads, and the rotated part of the keys.
 
-    The layer itself is not split, but the heads that use its output are, and so each rank has other
-    gradients of the output. For the latent, torch sums the gradients over the ranks, since a layer
-    with the style ``"colwise"`` takes it. The rotated part goes to the heads directly, and so this
-    style sums its gradients.
+    The layer is not split, but each rank uses the output for other heads, and so has other
+    gradients of the output. The latent goes through a ``"colwise"`` layer, where torch sums the
+    gradients over the ranks. The rotated part goes to the heads directly, and so this style sums
+    the gradients of the rotated part.
 
     Args:
         rotated_width: the number of outputs of the layer that are the rotated part. They are the

@@ -503,7 +503,7 @@ class FSDPStrategy(ParallelStrategy):
             checkpointed.forward = partial(checkpoint, checkpointed.forward, use_reentrant=False)
         mesh = self._shard_mesh()
         # The parameters that cannot or should not be sharded become replicated DTensors. This comes
-        # before fully_shard(), which gets them as ignored_params.
+        # before fully_shard(), which gets the replicated parameters as ignored_params.
         replicated = replicate_unsharded(
             self.runtime.communicator, root, self._ignored_parameters, mesh
         )

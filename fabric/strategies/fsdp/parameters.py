@@ -31,7 +31,7 @@ class ShardedParameters:
     """
 
     def __init__(self, root: nn.Module, rank: int, path: str = "") -> None:
-        """List the slots now: a later forward pass may leave gathered parameters in them."""
+        """List the slots. Called right after sharding, while no slot holds a gathered parameter."""
         self._root = root
         self._rank = rank
         self._path = path

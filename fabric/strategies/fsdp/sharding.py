@@ -138,9 +138,9 @@ class MixedPrecisionOption(NamedTuple):
 def parse_mixed_precision(value: Any) -> MixedPrecisionOption:
     """Return the policy and the dtype of buffers that the option ``mixed_precision`` stands for.
 
-    ``MixedPrecision`` of torch's first FSDP is translated to FSDP2's policy. It says for the root
-    and for the other FSDP modules whether they cast their inputs. FSDP2's policy says so for all:
-    they cast if either option is set.
+    ``MixedPrecision`` of torch's first FSDP is translated to FSDP2's policy. ``MixedPrecision`` has
+    two options for the casting of inputs, one for the root and one for the other FSDP modules. The
+    policy has one option for all modules, which is true if either of the two is true.
 
     Raises:
         ConfigurationError: the value is neither a ``MixedPrecisionPolicy`` nor a
@@ -587,8 +587,7 @@ def prepare_unsharded_module(
     for name, original in {**plain_parameters, **originals}.items():
         parameter = module.get_parameter(name)
         if is_mapped(parameter):
-            # Training changes this parameter itself and no shard of it. So it is moved from the
-            # mapped file to ordinary memory.
+            # No shard replaces this parameter, so it has to be moved out of the mapped file.
             parameter.data = parameter.detach().clone()
         # True if this function was called for an inner module with the parameter before.
         was_replaced = shard_of(original) is parameter
@@ -749,7 +748,7 @@ def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None
 
 
 def _share_attributes(source: Tensor, target: Any) -> None:
-    """Give ``target`` the attributes and the gradient hooks of ``source``. Both have them then."""
+    """Give ``target`` the attributes and the gradient hooks of ``source``, which stays as it is."""
     vars(target).update(vars(source))
     share_gradient_hooks(source, target)
 

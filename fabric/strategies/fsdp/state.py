@@ -400,7 +400,7 @@ class UnshardedState:
 def _buffers_with_statistics(root: nn.Module) -> list[dict[str, Tensor | None]]:
     """Return the dict of buffers of each module that has running statistics.
 
-    A dict is the module's own, and so it has the new buffer if the module replaces one later.
+    A dict is the module's own. If the module replaces a buffer later, the dict has the new one.
     """
     buffers_of_norms: list[dict[str, Tensor | None]] = []
     for module in root.modules():

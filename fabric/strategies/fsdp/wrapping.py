@@ -198,14 +198,14 @@ def _append_by_size(
     root: nn.Module,
     policy: Callable[..., object],
 ) -> int:
-    """Append a module and the modules in it to a list, if a policy of torch's first FSDP says so.
+    """Append the modules that a policy of torch's first FSDP chooses to a list.
 
-    This function calls itself for the children of the module, and so inner modules are appended
-    before outer modules.
+    The candidates are ``module`` and all modules inside it. This function calls itself for the
+    children of ``module``, and so inner modules are appended before outer modules.
 
     Args:
         fsdp_modules: the list that is appended to.
-        module: the module.
+        module: the module to search.
         root: the model, which is not appended itself.
         policy: with ``recurse=True``, returns whether to search the children of a module. With
             ``recurse=False``, returns whether a module is an FSDP module, given the number of
@@ -273,7 +273,7 @@ def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) ->
 
 
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
-    """Leave out FSDP modules until no parameter belongs to several of them, or to one and the root.
+    """Leave out FSDP modules until each parameter has one owner, see :func:`owners_by_name`.
 
     Returns:
         The remaining FSDP modules, in the same order.
