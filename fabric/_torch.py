@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -652,6 +653,31 @@ def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
             continue
         state = submodule._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # fully_shard() adds it, too
         yield from state._fsdp_param_groups
+
+
+@contextmanager
+def gathered_for_recomputation(modules: Iterable[Any]) -> Iterator[None]:
+    """Gather the parameters of FSDP modules for the block. Collective.
+
+    A forward pass of these modules in the block is like the recomputation of an activation
+    checkpoint: the parameters stay gathered, and nothing is prepared for a backward pass. FSDP2 has
+    a private state for this, which was seen in torch 2.13, 2.14 and 2.15.
+
+    Args:
+        modules: modules for each of which ``fully_shard`` was called.
+    """
+    # The import takes a second unless the program has FSDP modules already.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    with ExitStack() as stack:
+        for module in modules:
+            state = module._get_fsdp_state()
+            stack.callback(setattr, state, "_training_state", state._training_state)
+            if not all(group.is_unsharded for group in state._fsdp_param_groups):
+                stack.callback(module.reshard)
+            module.unshard()
+            state._training_state = TrainingState.PRE_BACKWARD
+        yield
 
 
 def fsdp_parameter_records(module: torch.nn.Module) -> list[Any]:

@@ -1,6 +1,7 @@
 """A model whose layers are split is the whole model, or its first forward pass raises."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,12 +163,13 @@ def first_pass(fabric: Fabric, build: Callable[[], nn.Module], plan: Any = None)
     return outcome(lambda: model(x))
 
 
-def on_mesh(function: Any, *args: Any, **options: Any) -> list[Any]:
+def on_mesh(
+    function: Any, *args: Any, ranks: int = 2, precision: Any = "32-true", **options: Any
+) -> list[Any]:
     options.setdefault("tp_plan", ATTENTION_PLAN)
-    strategy = ModelParallelStrategy(
-        start_method="forkserver", tensor_parallel_size=2, data_parallel_size=1, **options
-    )
-    return run_in_ranks(function, *args, strategy=strategy)
+    options.setdefault("data_parallel_size", 1)
+    strategy = ModelParallelStrategy(start_method="forkserver", tensor_parallel_size=2, **options)
+    return run_in_ranks(function, *args, strategy=strategy, ranks=ranks, precision=precision)
 
 
 WRONG_BLOCKS: dict[type[nn.Module], list[str]] = {
@@ -411,6 +413,45 @@ def pass_through_right_blocks(fabric: Fabric) -> bool:
 
 def test_the_remedies_of_the_error_are_the_whole_model() -> None:
     assert on_mesh(pass_through_right_blocks) == [True, True]
+
+
+def pass_through_sharded_layers(fabric: Fabric) -> bool:
+    return pass_through_wrong_blocks(fabric) and pass_through_right_blocks(fabric)
+
+
+def train_sharded_layers(fabric: Fabric) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a parameter after two steps of a sharded and of a plain model."""
+    torch.manual_seed(3)
+    plain = Model(Attention())
+    module = deepcopy(plain)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        x = torch.randn(2, 5, WIDTH)
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        pairs.append((full_tensor(parameter.detach()), expected.detach()))
+    return pairs
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_layers_that_are_sharded_one_by_one_are_compared(precision: Any) -> None:
+    options = {"data_parallel_size": 2, "auto_wrap_policy": {nn.Linear}}
+    results = on_mesh(pass_through_sharded_layers, ranks=4, precision=precision, **options)
+    assert results == [True] * 4
+
+
+def test_the_comparison_of_layers_that_are_sharded_one_by_one_leaves_no_trace() -> None:
+    options = {"data_parallel_size": 2, "auto_wrap_policy": {nn.Linear}}
+    for pairs in on_mesh(train_sharded_layers, ranks=4, **options):
+        for parameter, expected in pairs:
+            torch.testing.assert_close(parameter, expected)
 
 
 def count_saved_tensors(model: nn.Module) -> int:

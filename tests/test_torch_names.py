@@ -659,6 +659,30 @@ def test_collectives_are_profiled_and_operators_are_not(group):
     assert 0 < end - begin < 60e9
 
 
+def test_a_recomputation_within_a_forward_pass_of_a_sharded_model_leaves_nothing_behind(group):
+    from torch.distributed.fsdp import fully_shard
+
+    def recompute(module, args):
+        with _torch.gathered_for_recomputation([layer]):
+            output = layer(args[0])
+            assert not _torch.is_dtensor(layer.weight)
+            torch.autograd.grad(output.sum(), layer.weight)
+        assert _torch.is_dtensor(layer.weight)
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Linear(2, 2))
+    plain = copy.deepcopy(model)
+    fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.register_forward_pre_hook(recompute)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        plain(torch.ones(1, 2)).sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
 def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
     from torch.distributed.fsdp import fully_shard
 

@@ -12,8 +12,9 @@ Both computations have the same inputs, are in evaluation mode, so that dropout 
 the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
 gradients of its parameters that are not split. They leave no trace: buffers, attributes and random
 states are restored, dispatch modes such as counters of FLOPs do not see the operators, and an
-activation checkpoint of the user does not see the saved tensors. Memory for one whole region is
-needed at a time, and the time of one step.
+activation checkpoint of the user does not see the saved tensors. FSDP modules inside
+of a region gather their parameters for the comparison. Memory for one whole region is needed at a
+time, and the time of one step.
 
 Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
 under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
@@ -37,6 +38,7 @@ from torch.func import functional_call
 
 from fabric._torch import (
     full_tensor,
+    gathered_for_recomputation,
     in_place_version,
     is_dtensor,
     is_fsdp_module,
@@ -405,7 +407,11 @@ class SplitComparison:
             inputs, _ = flatten((args, kwargs))
             # Neither modes of the user, such as a counter of FLOPs, nor an activation checkpoint
             # around the region must see the computations.
-            with without_dispatch_modes(), saved_tensors_hooks(_unchanged, _unchanged):
+            with (
+                without_dispatch_modes(),
+                saved_tensors_hooks(_unchanged, _unchanged),
+                gathered_for_recomputation(_inner_fsdp_modules(region.module)),
+            ):
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
                         was_computed = self._compare_computations(region, args, kwargs)
@@ -587,7 +593,8 @@ def _find_regions(
     """Return the regions of a model, inner before outer.
 
     A region is the smallest module around a colwise layer that has a rowwise layer, too. A module
-    that cannot be computed alone is left out, see :func:`_can_be_computed`.
+    with hooks of the user is left out, since they could do anything. So is a module around FSDP
+    modules that have regions inside: its parameters would take much memory.
 
     Args:
         root: the model.
@@ -619,10 +626,16 @@ def _find_regions(
             line = lines.get(modules[layer], f"{layer} of parallelize_fn")
             distinct_lines[line] = None
         lines_by_path[path] = list(distinct_lines)
+    modules_with_regions: set[nn.Module] = set()
+    for path in lines_by_path:
+        for outer_path in (path, *ancestors(path)):
+            modules_with_regions.add(modules[outer_path])
     regions: list[_Region] = []
     for path in lines_by_path:
         region = _Region(path, modules[path], whole.get_submodule(path))
-        if not _can_be_computed(region.module, region.whole):
+        # All hooks of the copy from before the split are the user's.
+        has_user_hooks = any(map(user_hooks, region.whole.modules()))
+        if has_user_hooks or modules_with_regions.intersection(_inner_fsdp_modules(region.module)):
             continue
         for layer in layers.rowwise:
             if path in ancestors(layer):
@@ -672,20 +685,9 @@ def _find_split_layers(
     return layers
 
 
-def _can_be_computed(module: nn.Module, whole: nn.Module) -> bool:
-    """Return whether a module can be computed alone, without effects outside of it.
-
-    Computing a module with FSDP modules inside would start their collectives. Hooks of the user
-    could do anything.
-
-    Args:
-        module: the module in the split model.
-        whole: the copy of the module from before the split. All of its hooks are the user's.
-    """
-    for inner in module.modules():
-        if is_fsdp_module(inner) and inner is not module:
-            return False
-    return not any(map(user_hooks, whole.modules()))
+def _inner_fsdp_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the FSDP modules inside of a module, without the module itself."""
+    return [inner for inner in module.modules() if is_fsdp_module(inner) and inner is not module]
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
