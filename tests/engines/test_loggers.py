@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.engines
 
 JOB = Path(__file__).with_name("logging_job.py")
 JOB_AT_EXIT = Path(__file__).with_name("logging_at_exit_job.py")
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "finetune.md"
 SECONDS = 400
 # The steps with their losses: the mean over two ranks of 1 / (1 + step + rank).
 LOSSES = [
@@ -228,3 +230,27 @@ def test_runs_that_are_made_after_the_launch_end_with_the_program(
     mlflow_run = only_run(mlflow_client(tmp_path), "page")
     assert mlflow_run.data.params == {"lr": "0.5"}
     assert mlflow_run.info.status == status
+
+
+def test_the_script_about_fine_tuning_logs_to_wandb(tmp_path: Path) -> None:
+    scripts = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    job = tmp_path / "finetune.py"
+    job.write_text(scripts[0].replace("EPOCHS = 3", "EPOCHS = 1"))
+    options = ["--accelerator", "cpu", "--devices", "2", "--wandb", "offline"]
+    environment = os.environ | VARIABLES | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, job, *options],
+        env=environment,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    wandb_run = WandbRun(tmp_path / "runs" / "bert")
+    assert [row["_step"] for row in wandb_run.rows] == list(range(10, 101, 10))
+    first_row, *_, last_row = wandb_run.rows
+    assert last_row["loss"] < first_row["loss"] / 2
+    assert last_row["accuracy"] > 0.8
+    assert wandb_run.exit_codes == [0]
