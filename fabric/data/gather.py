@@ -213,7 +213,7 @@ def _are_gathered_equally(first: ActiveLoop, second: ActiveLoop) -> bool:
         if _find_order_problem(loop.spec) is not None:
             return False
     layout = _layout(first)
-    # In an uneven layout, the number of rows of each rank is not known here.
+    # An uneven layout has no number of rows, so that equal layouts would prove nothing.
     return not layout.is_uneven and layout == _layout(second)
 
 

@@ -543,6 +543,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         position: EpochPosition | None = self._latest_position
         has_begun = position is not None and not position.is_finished
         if position is None or position.is_finished:
+            # No iteration is active: the position is the start of the next epoch.
             position = EpochPosition(self._next_epoch)
         if self._loader_keeps_position:
             return self._loader_position(position)

@@ -240,11 +240,12 @@ def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     # the number of ranks.
     ranks_per_shard = spec.num_replicas // spec.shard_count
     entries, remainder = divmod(cursor, ranks_per_shard)
-    is_known = remainder == 0
     if spec.is_sharded_by_user:
         # Each rank reads data of its own, so only the same number of ranks can continue.
-        is_known = cursor == 0 or saved["num_replicas"] == spec.num_replicas
-    if is_known:
+        is_number_known = cursor == 0 or saved["num_replicas"] == spec.num_replicas
+    else:
+        is_number_known = remainder == 0
+    if is_number_known:
         return entries
     length = spec.shard_length(EpochPosition(0))
     is_at_end = length is not None and entries >= length

@@ -127,10 +127,11 @@ class LoaderSpec:
 
     @property
     def has_equal_counts(self) -> bool:
-        """Whether all ranks are sure to get the same number of batches, even if it is unknown."""
+        """Whether all ranks are sure to get equally many batches. Their number may be unknown."""
         # The user's object that makes the order.
         sampler = self.order_source
         if type(sampler) is BatchSampler:
+            # The number of its batches depends only on the sampler in it.
             sampler = sampler.sampler
         # DistributedSampler has the same length on all ranks, and so has a subclass that inherits
         # its __len__.
