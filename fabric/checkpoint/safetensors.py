@@ -176,12 +176,12 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     storage = content.untyped_storage()
-    length = int.from_bytes(tensor_bytes(content[:_LENGTH_BYTES]), "little")
-    data_start = _LENGTH_BYTES + length
+    header_length = int.from_bytes(tensor_bytes(content[:_LENGTH_BYTES]), "little")
+    data_start = _LENGTH_BYTES + header_length
     if data_start > size:
         raise ValueError(f"{path.name} ends within its header")
     header = json.loads(bytes(tensor_bytes(content[_LENGTH_BYTES:data_start])))
-    header.pop("__metadata__", None)
+    header.pop("__metadata__", None)  # the only item that is not a tensor
     dtypes = {name: dtype for dtype, name in _DTYPES.items()} | _FOREIGN_DTYPES
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():

@@ -216,7 +216,10 @@ class PretrainedSave:
 
 @contextmanager
 def _new_file(folder: Path, file: _WeightsFile) -> Iterator[BinaryIO]:
-    """Yield a new file of weights after its header. The file is on the disk after the block."""
+    """Create a file of weights with its header, and yield it. After the block it is on the disk.
+
+    The block writes the values of the tensors.
+    """
     path = folder / file.name
     with path.open("xb") as output:
         output.write(encode_header(file.tensors))
