@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.launchers.agent import AgentConfig, _Coordinator, _NodeStatus
+from fabric.launchers.agent import AgentConfig, NodeAgent, _Coordinator, _NodeStatus
+from fabric.launchers.script import ScriptEnd
 from fabric.store import JobStore
 from tests.ranks import run_in_ranks
 
@@ -282,6 +284,13 @@ def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
     assert "was killed by SIGKILL" in run.errors()
 
 
+def free_port() -> int:
+    """Return a port that is free now. Another process would have to be quick to take it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, port = server.getsockname()
+    return port
+
+
 class Machines:
     """Commands on this machine that pose as the machines of one job of the example."""
 
@@ -296,9 +305,7 @@ class Machines:
         self.options = options
         self.pause = pause
         self.devices = devices
-        # The port is free now, and another process would have to be quick to take it.
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            _, self.port = server.getsockname()
+        self.port = free_port()
         self.commands = [self.start(0), self.start(1)]
 
     def start(self, node: int) -> subprocess.Popen[str]:
@@ -345,24 +352,84 @@ class RecordingStore(JobStore):
         super().set(key, value)
 
 
-def test_an_agent_that_is_admitted_finds_the_state_of_the_job() -> None:
-    hash_store = dist.HashStore()
-    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
-    JobStore(hash_store, rank=0, size=1).publish("newcomer", asdict(newcomer))
-    config = AgentConfig(
-        node_rank=0,
-        num_nodes=1,
+def agent_config(node_rank: int, num_nodes: int, port: int) -> AgentConfig:
+    return AgentConfig(
+        node_rank=node_rank,
+        num_nodes=num_nodes,
         num_processes=1,
         address="127.0.0.1",
-        port=1,
+        port=port,
         node_timeout=60,
         restart_limit="0",
         allows_restart=lambda now, times: False,
     )
+
+
+def test_an_agent_that_is_admitted_finds_the_state_of_the_job() -> None:
+    hash_store = dist.HashStore()
+    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
+    JobStore(hash_store, rank=0, size=1).publish("newcomer", asdict(newcomer))
+    config = agent_config(node_rank=0, num_nodes=1, port=1)
     store = RecordingStore(hash_store, rank=0, size=1)
     _Coordinator(config, store).update()
     # An agent that reads its admission may read the state before the next key is written.
     assert store.written_keys.index("job/0") < store.written_keys.index("member/0")
+
+
+def store_of_machine_1(port: int) -> JobStore:
+    return JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), rank=1, size=2)
+
+
+def test_a_command_that_another_one_has_replaced_ends_with_an_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    port = free_port()
+    with (
+        NodeAgent(agent_config(0, 2, port)) as first,
+        NodeAgent(agent_config(1, 2, port)) as second,
+    ):
+        assert first.wait_for_generation() is not None
+        assert second.wait_for_generation() is not None
+        store_of_machine_1(port).set("member/1", "another agent")
+        assert second.wait_for_generation() is None
+        assert second.should_end_ranks()
+        assert second.exit_code() == 1
+        assert "another command has become machine 1 of this job" in capfd.readouterr().err
+        first.report(ScriptEnd(exit_code=1, is_interrupted=True))
+
+
+def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fabric.launchers.agent._CLOSE_TIME", 0.0)
+    port = free_port()
+    has_joined = threading.Event()
+    knows_end = threading.Event()
+
+    def act_as_machine_1() -> None:
+        store = store_of_machine_1(port)
+        status = _NodeStatus(
+            agent_id="agent", host="host", process=[], num_nodes=2, num_processes=1
+        )
+        store.publish("newcomer", asdict(status))
+        while store.get_nowait("member/1") is None:
+            time.sleep(0.01)
+        has_joined.set()
+        while store.read("job", [0])[0]["exit_code"] is None:
+            time.sleep(0.01)
+        knows_end.set()
+        store.publish("agent", asdict(replace(status, beat=1, has_read_end=True)))
+
+    machine_1 = threading.Thread(target=act_as_machine_1, daemon=True)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        NodeAgent(agent_config(0, 2, port)),
+    ):
+        machine_1.start()
+        assert has_joined.wait(DEADLINE)
+        raise KeyboardInterrupt
+    assert knows_end.is_set()
+    machine_1.join(DEADLINE)
 
 
 ENDS = {
