@@ -383,7 +383,7 @@ def _number_strategies(
     """Return a strategy that draws strategies for Python numbers, each for one type of numbers.
 
     Args:
-        number_dtypes: torch's dtypes of the types of numbers.
+        number_dtypes: a dtype for each type of numbers, such as ``torch.int64`` for int.
         float_options: which floats are drawn.
     """
     return st.sampled_from(number_dtypes).map(lambda dtype: _element_strategy(dtype, float_options))

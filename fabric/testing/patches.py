@@ -140,7 +140,7 @@ def _modules_used_by(fn: Callable[..., Any]) -> list[ModuleType]:
             continue
         modules[name] = module
         if _package_of(name) == "torch":
-            continue
+            continue  # for speed, since torch has many modules
         for value in list(vars(module).values()):
             is_module = issubclass(type(value), ModuleType)
             if is_module and _package_of(value.__name__) == _package_of(name):

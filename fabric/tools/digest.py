@@ -200,13 +200,13 @@ def _flat_elements(chunk: Chunk, shape: Sequence[int]) -> _Elements:
     if has_whole_rows:
         # Consecutive rows have consecutive indices. A scalar has no rows.
         first_row = chunk.offsets[0] if shape else 0
-        return _with_real_parts(tensor, start=first_row * math.prod(shape[1:]), indices=None)
+        return _real_elements(tensor, start=first_row * math.prod(shape[1:]), indices=None)
     indices = _box_indices(tensor.shape, chunk.offsets, shape, tensor.device)
-    return _with_real_parts(tensor, start=0, indices=indices.flatten())
+    return _real_elements(tensor, start=0, indices=indices.flatten())
 
 
 def _flat_sparse_elements(tensor: Tensor, shape: Sequence[int]) -> _Elements:
-    """Return the stored elements of a sparse tensor of any layout, in which other ones are 0.
+    """Return the stored elements of a sparse tensor of any layout. Its other elements are 0.
 
     A stored value has the dense dimensions of the tensor, which come after the sparse ones.
     """
@@ -219,10 +219,10 @@ def _flat_sparse_elements(tensor: Tensor, shape: Sequence[int]) -> _Elements:
     sparse_indices = _flat_indices(coordinates, shape[: len(coordinates)])
     starts = sparse_indices * math.prod(dense_sizes)
     indices = starts.unsqueeze(1) + dense_indices.flatten()
-    return _with_real_parts(values, start=0, indices=indices.flatten())
+    return _real_elements(values, start=0, indices=indices.flatten())
 
 
-def _with_real_parts(tensor: Tensor, start: int, indices: Tensor | None) -> _Elements:
+def _real_elements(tensor: Tensor, start: int, indices: Tensor | None) -> _Elements:
     """Return the elements of a tensor. A complex element becomes two: real and imaginary part.
 
     Args:

@@ -117,7 +117,7 @@ def _print_versions(launcher: Environment | None, world: World) -> None:
     for name in _PACKAGES:
         for distribution in distributions(name=name):
             version = f"{distribution.name} {distribution.version}"
-            # The checkout of an editable installation has metadata of its own.
+            # An editable installation is found twice, since its checkout has metadata, too.
             if version not in versions:
                 versions.append(version)
     print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
@@ -214,7 +214,7 @@ def _report_part(
     timer.start()
     try:
         yield
-    # SystemExit is not an Exception: it passes with the finding of an inner part.
+    # A SystemExit of an inner part is no Exception, so its finding is kept.
     except Exception as error:
         raise SystemExit(_finding(f"{title}: {type(error).__name__}: {error}", remedy)) from error
     finally:

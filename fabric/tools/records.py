@@ -135,8 +135,8 @@ class RankRecord:
         """Return the entries of a step in the order of the computation."""
         entries: list[Entry] = []
         with self.path.open("rb") as file:
-            for begin in self.lines[step]:
-                file.seek(begin)
+            for offset in self.lines[step]:
+                file.seek(offset)
                 entries.append(self._parse(file.readline()))
         return entries
 
@@ -185,7 +185,7 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
         )
     with path.open("rb") as file:
         record = RankRecord(path, _read_header(path, file.readline()), lines={}, finished=set())
-        begin = file.tell()
+        offset = file.tell()
         for line in file:
             # A rank that was killed may have left a part of a last line.
             if not line.endswith(b"\n"):
@@ -199,8 +199,8 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
             if match["word"] == b"end":
                 record.finished.add(step)
             else:
-                record.lines.setdefault(step, []).append(begin)
-            begin += len(line)
+                record.lines.setdefault(step, []).append(offset)
+            offset += len(line)
     return record
 
 
