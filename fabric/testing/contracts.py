@@ -66,6 +66,7 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     Raises:
         AssertionError: a check fails. The text names the check and the difference.
     """
+    # All checks have the same arguments, though only the last one uses the type of the device.
     checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
     for check in checks:
         with failures_as_assertion_errors(check):

@@ -61,12 +61,14 @@ def all_reduce(
 ) -> list[Tree]:
     """Return the reduction of each leaf over ranks, on every rank.
 
+    Sums and means of 16-bit floats are computed in float32 and rounded once. The mean of integers
+    is a float, or a tensor of torch's default dtype.
+
     Args:
         values: one value per rank, of equal structure, shapes and dtypes.
         reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``,
-            ``"bor"``, ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and
-            rounded once. The mean of integers is a float, or a tensor of torch's default dtype. Or
-            a function of two whole values, which reduces objects in rank order.
+            ``"bor"`` or ``"bxor"``. Or a function of two whole values, which reduces objects in
+            rank order.
     """
     if callable(reduce_op):
         return [reduce(reduce_op, values)] * len(values)

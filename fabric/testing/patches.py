@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fabric.launchers.serialize import Call, load
 
-__all__ = ["Patch", "applied", "is_test_module", "replaced_attributes", "test_module_of"]
+__all__ = ["Patch", "applied", "find_test_module", "is_test_module", "replaced_attributes"]
 
 
 class Patch(NamedTuple):
@@ -53,7 +53,7 @@ def applied(patches: Sequence[Patch]) -> Iterator[None]:
         yield
 
 
-def test_module_of(value: object) -> ModuleType | None:
+def find_test_module(value: object) -> ModuleType | None:
     """Return the test module that defines a function or the class of an instance, or None.
 
     A ``functools.partial`` stands for its function.
@@ -98,8 +98,8 @@ def replaced_attributes(fn: Callable[..., Any]) -> list[tuple[str, str]]:
 def _is_replacement(value: object, module_name: str) -> bool:
     """Return whether a value of a module is a mock, or a function of a test module.
 
-    isinstance() and attributes are avoided for values of unknown type: some objects warn if an
-    attribute is read.
+    For values of unknown type only ``type(value)`` is read. isinstance() reads an attribute, for
+    which some objects warn.
     """
     if type(value) is FunctionType:
         # Most functions are in their own package, which is quick to find out.
@@ -108,7 +108,7 @@ def _is_replacement(value: object, module_name: str) -> bool:
             return False
         # pytest also loads plugins itself, such as hypothesis. They are installed packages.
         is_installed = "site-packages" in value.__code__.co_filename
-        return not is_installed and test_module_of(value) is not None
+        return not is_installed and find_test_module(value) is not None
     # Nothing is a mock if unittest.mock was not imported.
     mock = sys.modules.get("unittest.mock")
     return mock is not None and issubclass(type(value), mock.NonCallableMock)

@@ -58,9 +58,9 @@ from fabric.testing.base import (
 from fabric.testing.patches import (
     Patch,
     applied,
+    find_test_module,
     is_test_module,
     replaced_attributes,
-    test_module_of,
 )
 from fabric.testing.rank_warnings import (
     RankWarning,
@@ -265,7 +265,7 @@ class RankPool:
         Raises:
             RankFailedError: a rank raised, died or did not return in time.
         """
-        __tracebackhide__ = True
+        __tracebackhide__ = True  # pytest does not show this frame
         supervisor = self._ensure_ranks()
         message = _CallMessage(
             path=sys.path,
@@ -370,7 +370,7 @@ class RankPool:
                     f"{self!r}.run({function_name(fn)}): {module_name}.{attribute} has been "
                     "replaced in this process. The ranks still use the original. Write: "
                     f"with pool.patch({module_name}, {attribute!r}, ...):",
-                    stacklevel=3,
+                    stacklevel=3,  # the line that calls run()
                 )
 
     def _warn_again(self) -> None:
@@ -437,7 +437,7 @@ class RankPool:
             error: why the call has failed.
         """
         if isinstance(error, RankFailedError) and self._supervisor is not None:
-            # No rank has raised or ended, so the error is that of the time limit.
+            # If no rank has raised or ended, the call has exceeded its time limit.
             is_hang = not _has_failed(self._supervisor)
             if is_hang:
                 self._call_times.record_hang(fn)
@@ -589,7 +589,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
     Raises:
         RankFailedError: a rank raised, ended, or did not reply in time.
     """
-    __tracebackhide__ = True
+    __tracebackhide__ = True  # pytest does not show this frame
     seconds_waited = _wait_for_replies(supervisor, limits)
     has_failed = _has_failed(supervisor)
     if not has_failed and _have_all_answered(supervisor):
@@ -711,13 +711,13 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
         return ""
     rank.kill(signal.SIGUSR1)
 
-    def has_answered_or_cannot() -> bool:
+    def is_stack_settled() -> bool:
         """Return whether all frames of the user are written, or none will be."""
         # The rank writes the innermost frame first. The user's function is called by this file, so
         # all frames of the user come before the name of this file. A stopped rank writes nothing.
         return __file__ in rank.read_stack() or rank.is_stopped()
 
-    supervisor.collect_until(_STACK_TIMEOUT, has_answered_or_cannot)
+    supervisor.collect_until(_STACK_TIMEOUT, is_stack_settled)
     user_frames, _, _ = rank.read_stack().partition(__file__)
     complete_lines, _, _ = user_frames.rpartition("\n")
     return complete_lines
@@ -916,7 +916,7 @@ def _dump_call(call: Call) -> bytes:
     Functions of a test module are pickled by value, since ranks may be unable to import modules
     that a test runner has loaded in its own way.
     """
-    test_module = test_module_of(call.fn)
+    test_module = find_test_module(call.fn)
     # main_is_importable is False: the __main__ of this process is the test runner, and a rank must
     # not run the test runner again.
     if test_module is None or not has_cloudpickle():

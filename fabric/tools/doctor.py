@@ -97,6 +97,7 @@ def _report(processes: int, seconds: float) -> int:
     # The remedy is for a check that hangs, and so has not printed its line.
     remedy = "look at the check that would follow the last line of this report"
     with _report_part("this machine", 2 * seconds, remedy):
+        # One rank on each machine is enough.
         if world.local_rank == 0:
             has_failed = _report_on_machine(prints_all=world.rank == 0)
     if launcher is not None:

@@ -252,7 +252,7 @@ class _Job:
         Raises:
             ConfigurationError: the strategy has an option that a dry run does not cover.
         """
-        options = vars(strategy)
+        options = vars(strategy)  # each option is an attribute
         if options.get("cpu_offload") or options.get("ddp_comm_hook"):
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem)
@@ -493,6 +493,7 @@ class _Trace(DispatchMode):
         torch calls this method for every operator while the mode is entered.
         """
         kwargs = kwargs or {}
+        # Also for operators of DTensor, whose arguments still are parameters here.
         self._track_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
@@ -588,6 +589,7 @@ class _Trace(DispatchMode):
                 torch_storage = storage.storage_ref()
                 if torch_storage is not None:
                     self._resize(storage, torch_storage.nbytes())
+        # The sum may be lower now.
         if self._live_nbytes > self.peak:
             self.peak = self._live_nbytes
             live_storages = self._live_storages.values()

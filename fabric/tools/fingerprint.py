@@ -177,6 +177,7 @@ class _Recorder:
         """Write the entries of the step, and begin the next step."""
         if self.is_on:
             self.flush()
+            # This line says that the step is complete.
             self._file.write(f'{{"end":{self._step}}}\n')
             self._file.flush()
         self._step += 1
@@ -490,6 +491,7 @@ class Fingerprint(SessionObserver):
             for optimizer in self._session.optimizers:
                 self._record_optimizer_state("optimizer state at the start", optimizer)
         for model in self._models[self._num_recorded_models :]:
+            # All ranks should begin with the same parameters.
             for named_parameter in _parameters_of_model(model):
                 self._recorder.record(
                     "parameter at the start",

@@ -699,7 +699,7 @@ class _Comparison:
         for run, entry in ((self.first, difference.first), (self.second, difference.second)):
             if entry is not None:
                 lines.append(f"  {run.name}: {_describe_value(entry)}  {entry.call_site}".rstrip())
-            elif difference.position >= 0:
+            elif difference.position >= 0:  # the samples, at -1, have no entry
                 lines.append(f"  {run.name}: does not have it")
         if difference.first is not None and difference.second is not None:
             lines += _distance_lines(difference.first, difference.second)

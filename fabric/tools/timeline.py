@@ -325,7 +325,7 @@ class Timeline(SessionObserver):
         return any(span.name == name for span in self._open_spans)
 
     def _begin_span(self, name: str) -> None:
-        """Begin a span inside of the open spans. Ignored in other threads than the loop's."""
+        """Begin a span inside of the open spans. Ignored in threads that do not run the loop."""
         if not self._is_in_loop():
             return
         if name == "backward":
@@ -624,8 +624,8 @@ def _delays(own: Tensor, waited: Tensor, phases: list[str]) -> dict[tuple[int, s
     for own_seconds, waits in zip(own, waited, strict=True):
         # The rank that waited least came last, so the other ranks waited for it.
         last_rank = int(waits.argmin())
-        # By phase, how much longer the last rank took than the fastest rank. The delay is put down
-        # to the phase with the largest excess.
+        # By phase, how much longer the last rank took than the fastest rank. The phase with the
+        # largest excess counts as the cause of the delay.
         excess = own_seconds[last_rank] - own_seconds.amin(dim=0)
         phase = phases[int(excess.argmax())]
         others_waited = float((waits - waits.min()).sum())
