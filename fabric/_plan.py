@@ -50,7 +50,7 @@ __all__ = [
 
 K = TypeVar("K")
 
-# What torch has a module for, for errors.
+# Accelerators beside those of the table, for the errors that list what is valid.
 _OTHER_HARDWARE = '"xpu", or hardware whose package was imported before, such as "npu" of torch_npu'
 
 # The names of strategies that are DDP, with the ways in which they start processes.
@@ -64,13 +64,13 @@ _DDP_START_METHODS = {
 }
 
 
-# The next two classes are looked up when a function is called: `fabric.strategies` imports their
-# large modules at the first access.
 def _make_fsdp(**options: Any) -> Strategy:
+    """Make the strategy. The first access of the class imports its module, which is large."""
     return strategies.FSDPStrategy(**options)
 
 
 def _make_model_parallel(**options: Any) -> Strategy:
+    """Make the strategy. The first access of the class imports its module, which is large."""
     return strategies.ModelParallelStrategy(**options)
 
 
@@ -152,7 +152,8 @@ class _ExistingJob(NamedTuple):
     @property
     def started_by(self) -> str:
         """The name of the launcher, for messages."""
-        # fabric's own launchers set the variables of torchrun. Only they pass a store.
+        # fabric's own launchers set the variables of torchrun, and would be taken for torchrun.
+        # But only they pass a store.
         if self.world.store is not None:
             return "fabric"
         return self.environment.name
@@ -199,7 +200,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of processes of the job."""
-        # Nodes may have different numbers of processes, which only the launcher knows.
+        # Nodes may have different numbers of processes, so the product below is not always right.
         if self.world is not None:
             return self.world.world_size
         return self.launch_spec.num_processes * self.num_nodes
@@ -321,15 +322,16 @@ def _merge_options(
     for argument in _DURATIONS:
         if options[argument] is not None:
             options[argument] = _parse_duration(argument, options[argument])
-    # This comes before the strategy is made: `fabric run` may give the strategy's name, and the
-    # precision that the strategy's constructor takes.
+    # This call comes before parse_strategy(): `fabric run` may give the name of the strategy and
+    # the precision, which the strategy's constructor takes.
     _add_run_options(options, env)
     # The caller parses the precision again, since a strategy object may bring a precision.
     precision = parse_precision(options["precision"])
     strategy = parse_strategy(options["strategy"], precision=precision)
     if strategy is not None:
         _add_strategy_options(options, strategy)
-    # This call is the last: an option after the script is refused only if no source gives a value.
+    # This call comes last: an option after the script is an error only if no source has given a
+    # value to its argument.
     _refuse_late_options(options, env)
     return options, strategy
 
@@ -400,7 +402,7 @@ def _add_option(options: _Options, argument: str, value: Any, *, source: str) ->
         options[argument] = value
         return
     current_text = _comparable_text(argument, current_value)
-    # Only devices are tuples. Fabric(devices=2) agrees with a strategy that has two devices.
+    # A tuple holds the devices of a strategy. Fabric(devices=2) agrees with any two devices.
     is_number_of_devices = isinstance(value, tuple) and current_text == str(len(value))
     has_same_meaning = current_text == _comparable_text(argument, value)
     if is_number_of_devices or has_same_meaning:
@@ -444,10 +446,10 @@ def _flag(argument: str) -> str:
 def _refuse_late_options(options: _Options, env: Mapping[str, str]) -> None:
     """Raise if options of ``fabric run`` follow the script, and nothing else gives their values.
 
-    Everything after the script is passed to the script. If the script does not pass the value on to
-    ``Fabric``, the job would ignore the option. ``fabric run`` cannot know what the script does. So
-    it sets a variable with the suffix ``AFTER_SCRIPT_SUFFIX`` for each option after the script, and
-    this function checks the options in the ranks.
+    In ``fabric run script.py --devices 2``, the option goes to the script, and the job would ignore
+    it unless the script passes the value to ``Fabric``. ``fabric run`` cannot know what the script
+    does. So it sets a variable such as ``FABRIC_DEVICES_AFTER_SCRIPT``, which this function reads
+    in each rank.
 
     Args:
         options: the merged arguments of ``Fabric``.
@@ -509,15 +511,15 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
 
 
 def _default_accelerator() -> Accelerator:
-    """Return the accelerator for ``accelerator="auto"``: the hardware of this machine.
+    """Return the accelerator for ``accelerator="auto"``: the first that this machine has.
 
-    Hardware beside that of the table comes before the CPU. torch knows one such kind at most.
+    Hardware that is not in ``ACCELERATORS``, such as ``"xpu"``, is tried first.
     """
     candidates = [accelerator_class() for accelerator_class in ACCELERATORS.values()]
     device = torch.accelerator.current_accelerator()
     if device is not None and device.type not in ACCELERATORS:
         candidates.insert(0, TorchAccelerator(device.type))
-    # There always is one: the CPU, which is last in the table.
+    # The CPU is last in the table, and always available.
     return next(candidate for candidate in candidates if candidate.is_available())
 
 
@@ -647,7 +649,7 @@ def parse_size(size: int | str, *, request: str) -> int:
     Raises:
         ConfigurationError: the text is not a size.
     """
-    # The "I" of a binary prefix comes only after another letter.
+    # The "I" of "GiB" is valid only after a prefix: "80IB" is not a size.
     pattern = r"(?P<number>\d+(\.\d*)?) *((?P<prefix>[KMGT])(?P<binary>I)?)?B?"
     match = re.fullmatch(pattern, str(size).upper())
     if match is None:
@@ -745,7 +747,7 @@ def _parse_devices(
 def _refuse_too_many_processes(
     accelerator: Accelerator, device_count: int, job: _ExistingJob
 ) -> NoReturn:
-    """Raise because an existing job has more processes on this node than the node has devices."""
+    """Raise the error of a node with more processes than devices. The caller has compared them."""
     raise ConfigurationError(
         f"{job.world.local_world_size} processes on this node, started by {job.started_by}, on "
         f"{accelerator.name}",
@@ -760,10 +762,10 @@ def _refuse_too_many_processes(
 def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     """Raise if a strategy for one process is used in an existing job of several processes.
 
-    ``Strategy.check`` does not see the processes of the job.
+    ``Strategy.check`` does not see the processes of the job. ``_parse_devices`` calls this
+    function, but not for a job of one process whose strategy drives all devices.
     """
     world = job.world
-    # In a job of one process, the caller does not pass a strategy that drives all devices.
     is_single_device_on_every_rank = (
         isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
     )
@@ -896,12 +898,10 @@ def _find_world(job: _ExistingJob | None, num_processes: int) -> World | None:
 
 
 def _started_by(job: _ExistingJob | None, world: World | None, launcher: Launcher) -> str:
-    """Return the name of what starts the processes of the job, for ``Plan.describe``.
-
-    Without an existing job, ``world`` is None if ``launcher`` is to start processes.
-    """
+    """Return the name of what starts the processes of the job, for ``Plan.describe``."""
     if job is not None:
         return job.started_by
+    # Without a world, `launcher` still has to start the processes.
     if world is None:
         return launcher.name
     return "this script"
