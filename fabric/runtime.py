@@ -74,8 +74,8 @@ class Runtime:
     timeout: timedelta = DEFAULT_TIMEOUT
     check_collectives: bool = False
     watchdog: timedelta = DEFAULT_WATCHDOG
-    # The started runtimes of this process that use a process group which a runtime created. The
-    # last one to close destroys the group. Empty if the group is the user's own.
+    # If a runtime of this process created the process group: the runtimes that use the group. The
+    # last one to close destroys the group. Empty if the user created the group.
     _sharers_of_group: ClassVar[WeakSet["Runtime"]] = WeakSet()
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Runtime:
         if not is_connected_by_caller:
             self._set_rank_of_lightning_utilities()
             if not self.connects_processes:
-                return
+                return  # the process keeps the communicator of this process alone
         rank = self.world.rank
         size = self.world.world_size
         # The context prints a line if this rank waits for longer than `watchdog`.
@@ -131,7 +131,7 @@ class Runtime:
         if not is_connected_by_caller:
             self.reporter = self._start_reporter(store)
         if self.reporter is not None:
-            # The reporter has made the recorder that its thread reads.
+            # The thread of the reporter reads this recorder.
             self.recorder = self.reporter.recorder
         else:
             self.recorder = FlightRecorder()
@@ -142,8 +142,8 @@ class Runtime:
     def _set_rank_of_lightning_utilities(self) -> None:
         """Set the rank that ``rank_zero_only`` of the package ``lightning_utilities`` reads.
 
-        Libraries such as torchmetrics use its functions to print on rank 0 only. Does nothing if
-        the package is not imported.
+        Libraries such as torchmetrics use ``rank_zero_only`` to print on rank 0 only. Does nothing
+        if the package is not imported.
         """
         # Looked up instead of imported: the import takes as long as the start of a job.
         utilities = sys.modules.get("lightning_utilities.core.rank_zero")
@@ -276,7 +276,7 @@ class Runtime:
         # torch requires that every rank creates all groups, in the same order.
         for node in sorted(ranks_of_node):
             communicator = self.communicator.new_group(ranks_of_node[node])
-            # The result is false if this rank is not in the group.
+            # new_group() returns a false value on the ranks outside of the group.
             if communicator:
                 node_communicator = communicator
         assert node_communicator is not None, "this rank is not in the group of its node"
@@ -295,10 +295,9 @@ class Runtime:
         must_destroy_group = self._disconnect()
         if must_destroy_group:
             dist.destroy_process_group()
-            # DDP keeps gloo's threads alive. A thread that still frees its last collective needs
-            # the interpreter. If the process ends now, the thread finds the interpreter torn down,
-            # and aborts the process. The wait is several times the interpreter's switch interval of
-            # 5 ms.
+            # After DDP, a thread of gloo may still be freeing its last collective, for which it
+            # needs the interpreter. If the interpreter is gone by then, the thread aborts the
+            # process. 20 ms are several of the interpreter's switch intervals of 5 ms.
             time.sleep(0.02)
         self.accelerator.release()
         if self.recorder is not None:
@@ -306,7 +305,10 @@ class Runtime:
             self.recorder.check_signatures()
 
     def abort(self) -> None:
-        """Disconnect from the other processes after an exception, without waiting for them."""
+        """Disconnect from the other processes after an exception, without waiting for them.
+
+        Called in place of :meth:`close`, which may wait for a rank that has failed.
+        """
         must_destroy_group = self._disconnect()
         if must_destroy_group:
             abort_process_group()
@@ -321,7 +323,8 @@ class Runtime:
         """
         key = tuple(sizes.items())
         if key not in self.meshes:
-            # The mesh reads the values of its tensor of ranks, which a dry run would make fake.
+            # The mesh reads values from its tensor of ranks. In a dry run, new tensors are fake and
+            # have no values, so the dry run is paused.
             with real_tensors():
                 mesh = dist.init_device_mesh(
                     self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
@@ -332,6 +335,7 @@ class Runtime:
                 if group is not dist.group.WORLD:
                     set_group_timeout(group, self.timeout)
             if mesh.ndim > 1 and self.recorder is not None:
+                # torch's collectives in a phase may now be over one dimension of the mesh.
                 self.recorder.phases_need_all_ranks = False
             self.meshes[key] = mesh
         return self.meshes[key]
@@ -345,8 +349,7 @@ class Runtime:
         """
         # The threads of the reporter and the checker end first, since they use the store.
         self._closers.close()
-        # The runtimes in this set use a process group that one of them has created. The set is
-        # empty if the group existed before.
+        # The set is empty if the user created the group, which then stays open.
         used_group_of_a_runtime = self in self._sharers_of_group
         self._sharers_of_group.discard(self)
         self._is_started = False
@@ -377,7 +380,7 @@ class Runtime:
         store.set_timeout(self.timeout)
         if has_process_group:
             if self._sharers_of_group:
-                # Another runtime has created the group. It must stay open until this one closes.
+                # Another runtime has created the group. The group must stay open for this runtime.
                 self._sharers_of_group.add(self)
             return store
         self._create_process_group(store)
@@ -390,7 +393,7 @@ class Runtime:
             store: this runtime's part of the job's store.
         """
         world = self.world
-        # Called before the group exists: a forked process that frees a group may hang.
+        # A forked process that frees a group may hang. The call must come before the group exists.
         freeze_garbage_in_forks()
         # With a device, NCCL connects now instead of in the first collective.
         device_id = self.device if self.device.type == "cuda" else None
@@ -402,11 +405,11 @@ class Runtime:
             timeout=self.timeout,
             device_id=device_id,
         )
-        # Before the wait, which may raise: close() then destroys the group.
+        # Added before the wait, which may raise. close() destroys the group then, too.
         self._sharers_of_group.add(self)
-        # A barrier through the store. gloo may still be connecting to other ranks in the
-        # background, and fails on a rank whose peer has finished and closed its connection in the
-        # meantime.
+        # A barrier through the store: the last rank to arrive sets the key for which all wait. gloo
+        # connects to the other ranks in the background, and fails if a rank that did not wait has
+        # finished and closed its connection already.
         num_connected = store.add("connected", 1)
         if num_connected == world.world_size:
             store.set("all connected", "yes")
