@@ -126,12 +126,12 @@ class FabricModule(nn.Module):
                 function()
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
-            # A module without a contract has no hooks, and does not come here.
+            # The contract is not None, since only a module with a contract has hooks.
             self._fabric_contract.explain_error(error)
+            # A copy of the list, since a function may remove itself from the list.
             for function in list(hooks.after):
                 function(None, error)
             raise
-        # A copy of the list, since a function may remove itself from the list.
         for function in list(hooks.after):
             function(output, None)
         return output
@@ -177,11 +177,10 @@ class FabricModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the user's module, also between a forward and a backward pass.
 
-        Under FSDP, a forward pass puts gathered parameters in place of some shards until the
-        backward pass. Between the two, only this method and ``optimizer.zero_grad()`` clear the
-        gradients of all shards. ``zero_grad()`` of a submodule, or of a module that contains this
-        one, and ``parameter.grad = None`` change only the gathered parameters there, and the
-        gradients of the step before stay. Call these before the forward pass.
+        Under FSDP, a forward pass may replace shards by gathered parameters until the backward
+        pass. The gradients stay with the shards, so this method clears the shards, too. Between a
+        forward and a backward pass, ``zero_grad()`` of another module and ``parameter.grad = None``
+        reach only the gathered parameters. Call these before the forward pass.
 
         Args:
             set_to_none: set the gradients to None. Otherwise they are set to zero.
@@ -202,10 +201,11 @@ class FabricModule(nn.Module):
         A forward method is returned as a function that runs the method through the prepared module.
         Other methods are returned with checks of bypass calls if the strategy needs the checks.
         """
-        # If the attribute is missing, self._fabric_uncompiled would call this method without end.
+        # Not self._fabric_uncompiled: if that attribute is not set yet, as during unpickling, the
+        # access would call this method without end.
         user_module = self.__dict__["_fabric_uncompiled"]
         value = getattr(user_module, name)
-        # An attribute may also be a method of another object, which is returned as it is.
+        # A method of another object may be an attribute, and is returned unchanged.
         is_own_method = isinstance(value, MethodType) and value.__self__ is user_module
         if not is_own_method:
             return value
@@ -224,8 +224,8 @@ class FabricModule(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._fabric_uncompiled)})
 
-    # The methods of a container. Python looks them up on the class and does not ask __getattr__. If
-    # the user's module lacks the method, Python's error names the user's class.
+    # The methods of a container. Python looks these up on the class, without __getattr__. If the
+    # user's module lacks the method, Python's error names the user's class.
     def __getitem__(self, index: Any) -> Any:
         return self._fabric_uncompiled[index]
 
@@ -296,7 +296,7 @@ class FabricModule(nn.Module):
         contract = self._fabric_contract
         precision = self._fabric_precision
         device_type = self._fabric_device.type
-        # There is no contract if this is a copy or was loaded from a pickle.
+        # A copy, and a module from a pickle, have no contract.
         strategy_casts = contract is not None and contract.casts
         has_autocast = precision.compute_dtype is not None
         if not has_autocast and not strategy_casts:
@@ -351,7 +351,7 @@ def _delegating_method(name: str) -> Callable[..., Any]:
     return method
 
 
-# FabricModule inherits the methods of nn.Module, so Python does not ask __getattr__ for them. Each
+# FabricModule inherits the methods of nn.Module, so __getattr__ is not called for these. Each
 # inherited method is replaced by a method that calls the method of the user's module, whose class
 # may override it.
 for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
@@ -415,12 +415,12 @@ def _common_dtype(module: nn.Module) -> torch.dtype | None:
 def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
     """Have the next call of ``module`` run ``method`` instead of its ``forward``.
 
-    ``method`` itself may call the module's own ``forward``, so the replacement ends when ``method``
-    begins. Until then the replacement is an attribute of the object, which hides the method
-    ``forward`` of the class.
+    The replacement is an attribute of the object, which hides the ``forward`` of the class. The
+    replacement ends when ``method`` begins, since ``method`` may itself call the module's
+    ``forward``.
     """
     attributes = vars(module)
-    # A user may have assigned another forward to the object, which has to come back afterwards.
+    # The user may have assigned another forward to the object. restore() assigns it again.
     has_assigned_forward = "forward" in attributes
     assigned_forward = attributes.get("forward")
 
@@ -435,14 +435,14 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
         restore(called)
         return method.__func__(called, *args, **kwargs)
 
-    # The replacement is a bound method. The "dp" strategy copies the attributes of the module to
-    # replicas, and binds methods among them to the replica.
+    # A bound method, because the "dp" strategy copies the attributes of a module to its replicas,
+    # and binds the methods among the attributes to the replica.
     attributes["forward"] = MethodType(run_method_once, module)
     try:
         yield
     finally:
-        # The replacement is still there if the call never reached the module, or ran on replicas
-        # alone.
+        # The replacement is still set if the call raised before the module ran, or if only replicas
+        # of the module ran.
         restore(module)
 
 
