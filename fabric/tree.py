@@ -177,8 +177,8 @@ def map_leaves(
 ) -> Tree:
     """Apply ``function`` to every leaf of a collection.
 
-    If no leaf changes, the collection itself is returned, not a copy. So a module whose arguments
-    are mapped can still fill a list or cache of its caller.
+    If no leaf changes, the collection itself is returned, not a copy. Example: a module whose
+    arguments are mapped can still append to a list of its caller.
 
     Args:
         function: returns the replacement of a leaf.
@@ -248,7 +248,7 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
             return leaf
         return moved
 
-    # A collection with a method of its own moves as a whole, as a leaf.
+    # A collection that has a method ``to`` is a leaf here, and moves as a whole.
     return map_leaves(move, tree, is_leaf=_has_to_method)
 
 
@@ -278,14 +278,11 @@ def _flatten(tree: Tree, leaves: list[Leaf]) -> Structure:
 
 
 def _split_one_level(tree: Tree) -> _Level | None:
-    """Return one level of a collection, or None for a leaf.
+    """Return the path format, keys, children and rebuild function of a collection.
 
-    The order matters: the frequent types come first, since this runs in every forward pass. A type
-    that is registered with torch's pytree is split by the registered functions, also if the type
-    is a dataclass or a subclass of a dict, list or tuple.
-
-    Returns:
-        The path format, the keys, the children and the rebuild function; see ``_Node``.
+    Return None for a leaf. The order of the conditions matters: the frequent types come first,
+    since this runs in every forward pass. The functions that are registered with torch's pytree
+    come before the general rules for dataclasses and subclasses of dict, list and tuple.
     """
     kind = type(tree)
     if isinstance(tree, Tensor):  # a leaf, even if its class is registered or a dataclass
@@ -337,8 +334,7 @@ def _split_registered(
         return _split_sequence(values, rebuild)
 
     def build(items: dict[Any, Tree]) -> Tree:
-        # _split_mapping() visits the items by sorted keys. `rebuild` takes them in the order of the
-        # mapping.
+        # _split_mapping() sorts the keys, but `rebuild` takes the children in the mapping's order.
         return rebuild([items[key] for key in tree])
 
     return _split_mapping(tree, build)
@@ -448,7 +444,7 @@ def _copy_with(
 
 
 def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
-    """Check that a collective can send a tensor: that it has dense values, which this rank holds.
+    """Check that a collective can send a tensor: its values are dense and on this rank.
 
     Args:
         tensor: a leaf of a collection.
@@ -470,7 +466,7 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
     elif tensor.layout is not torch.strided:
         problem = f"laid out as {tensor.layout}"
         suggestion = "x.to_dense()"
-    # The first condition finds the wrappers of torch.func, the second one forward-mode AD.
+    # The first condition finds tensors inside of torch.func, the second one forward-mode AD.
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
         problem = (
             "inside of torch.func or of forward-mode AD, "
@@ -497,9 +493,8 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
 def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
     """Refuse a leaf that holds values which a collective cannot communicate.
 
-    Collectives communicate tensors and Python numbers. They return all other leaves unchanged. For
-    a text, that is what the user wants. For an array, the user would silently get the values of
-    this rank alone.
+    Collectives return all leaves but tensors and Python numbers unchanged. This is right for a
+    text. But of an array the user would silently get the values of this rank alone.
 
     Args:
         leaf: a leaf of a collection. It is neither a tensor nor a Python number.
@@ -538,9 +533,9 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
 
 
 def _holds_tensor(leaf: Leaf) -> bool:
-    """Return whether an attribute of a leaf is a tensor, or a collection with a tensor in it.
+    """Return whether an attribute of a leaf is a tensor, or a collection that contains a tensor.
 
-    Such a leaf looks like data. Only the first level of a collection is searched, which is fast.
+    For speed, only the first level of a collection is searched.
     """
     attributes = getattr(leaf, "__dict__", {})  # objects with __slots__ have no dict
     for value in attributes.values():
