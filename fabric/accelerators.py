@@ -98,8 +98,8 @@ class Accelerator(ABC):
         elif parsed in ("auto", -1):
             indices = tuple(range(count))
         else:
-            # The first devices. A number that is too large gives one index that does not exist,
-            # which is enough for the error below.
+            # The first devices. A number that is too large gives one index that does not exist, and
+            # a number below 1 gives no index. Both are refused below.
             indices = tuple(range(min(parsed, count + 1)))
         distinct_indices = set(indices)
         has_duplicates = len(distinct_indices) < len(indices)
@@ -181,10 +181,10 @@ class CPUAccelerator(Accelerator):
     def return_freed_memory(self) -> None:
         """Return blocks of 4 MiB or more to the system when they are freed, under glibc.
 
-        At first glibc returns blocks of 128 KiB or more. But each freed block raises this size, up
-        to 32 MiB, so that the parameters that a strategy gathers and frees would stay with the
-        process. A fixed size turns this adjustment off. A setting of the user in the environment
-        (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) is kept.
+        At first glibc returns blocks of 128 KiB or more. But a freed block raises this threshold to
+        its own size, up to 32 MiB, so that glibc would keep the memory of freed parameters. A fixed
+        threshold turns this adjustment off. Thresholds that the user has set by an environment
+        variable are kept.
         """
         if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:
             return
@@ -209,9 +209,9 @@ class CUDAAccelerator(Accelerator):
 
         The number is 0 without a driver, or if torch was built without CUDA.
         """
-        # Unlike torch.cuda.is_available(), this function does not ask the CUDA runtime, which would
-        # keep processes that are forked later from using CUDA. It asks NVML (amdsmi under ROCm),
-        # and honors CUDA_VISIBLE_DEVICES. It asks the runtime only if NVML is missing or fails.
+        # Unlike torch.cuda.is_available(), this function asks NVML (amdsmi under ROCm) and not the
+        # CUDA runtime, unless NVML is missing or fails. A process that has used the runtime cannot
+        # fork processes that use CUDA.
         return torch.cuda.device_count()
 
     def activate(self, device: torch.device) -> None:
@@ -260,7 +260,7 @@ class TorchAccelerator(Accelerator):
 
     @staticmethod
     def is_supported(name: str) -> bool:
-        """Return whether torch has a module for this kind of hardware that counts its devices."""
+        """Return whether torch has a module for this hardware, with a function ``device_count``."""
         return hasattr(device_module(name), "device_count")
 
     def device_count(self) -> int:

@@ -45,8 +45,8 @@ def initialized_device_module() -> DeviceModule | None:
     if device is None:
         return None
     module = device_module(device.type)
-    # torch.mps has no is_initialized(). It also lacks the functions that callers need initialized
-    # hardware for, such as get_rng_state_all(), and so it counts as not initialized.
+    # torch.mps has neither is_initialized() nor the functions for which callers ask, such as
+    # get_rng_state_all(). So MPS counts as not initialized.
     is_initialized = getattr(module, "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return None

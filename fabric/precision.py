@@ -97,7 +97,7 @@ class LossScale:
                 f"LossScale(init_scale={self.init_scale!r})",
                 expected="a power of two in the range of float32, such as 2.0**16",
             )
-        # isinstance() would accept a bool. The kernel counts steps in 32 bits.
+        # isinstance() would accept a bool. torch's kernel counts the steps in 32 bits.
         is_integer = type(self.growth_interval) is int
         if not is_integer or not 1 <= self.growth_interval < 2**31:
             raise ConfigurationError(
@@ -193,7 +193,7 @@ class Precision:
     def has_own_context(self) -> bool:
         """Whether a subclass overrides :meth:`forward_context`.
 
-        FSDP must then enter the context.
+        If so, the context is entered even under a strategy that casts by itself, such as FSDP.
         """
         return type(self).forward_context is not Precision.forward_context
 
@@ -261,10 +261,10 @@ def cast_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a forward pass with all floating tensors cast to ``dtype``.
 
-    Called in every forward pass. If all arguments are positional tensors that need no cast, the
-    arguments are returned unchanged after one check of each tensor, and nothing is allocated.
+    Called in every forward pass, so it first handles the usual case at little cost: positional
+    tensors that need no cast are returned unchanged.
     """
-    # Keyword arguments and containers are not searched: casting them allocates in any case.
+    # Keyword arguments and containers always take the slower path.
     needs_cast = bool(kwargs)
     for value in args:
         if not isinstance(value, Tensor):
