@@ -66,7 +66,7 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
 def seed_rank(seed: int, rank: int) -> None:
     """Give a rank the streams of ``seed_everything(seed, rank=rank, per_rank=True)``.
 
-    Rank 0 continues its own streams. So the job of one process, which is rank 0, is not changed.
+    Rank 0 continues its own streams, so that a job of one process does not change.
     """
     if rank > 0:
         _seed_streams(seed, rank)
@@ -98,10 +98,9 @@ class WorkerSeeding:
     """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently.
 
     torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of
-    every rank would augment with the same random numbers. The workers of rank 0 keep the seeds of
-    torch. In other workers ``torch.initial_seed()`` is the new seed, and ``get_worker_info().seed``
-    is still the seed of torch. Spawned workers get a pickle of the object, which requires that
-    ``worker_init_fn`` can be pickled.
+    every rank would augment with the same random numbers. The workers of rank 0 keep torch's seeds.
+    In the other workers ``torch.initial_seed()`` is the new seed. ``get_worker_info().seed`` is
+    torch's seed in all workers. Spawned workers get a pickle of this object.
 
     Attributes:
         rank: the global rank of the process that owns the workers.
@@ -125,9 +124,9 @@ class RandomStreams:
     """Random streams of this process that are read and set together.
 
     Attributes:
-        global_streams: the names of the process-wide streams among them: ``"python"``, ``"numpy"``
-            and ``"torch"`` (the CPU generator).
-        generators: torch generators of their own, such as the generator of a sampler.
+        global_streams: names of process-wide streams: ``"python"``, ``"numpy"`` and ``"torch"``
+            (the CPU generator).
+        generators: other generators of torch, such as the generator of a sampler.
     """
 
     global_streams: tuple[str, ...] = ()
@@ -171,17 +170,17 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: the states from which numbers have been drawn since. If a stream had the same
-                state in ``state`` and ``unless``, the draw was the stream's own, and the stream
-                keeps its position after the draw. Empty, the default, restores every stream.
+            unless: states from which the caller has drawn since. A stream with equal states in
+                ``state`` and ``unless`` has drawn from its own state, and keeps its position after
+                the draw. Empty, the default, restores every stream.
         """
         for name in self.global_streams:
             if name not in state:
                 continue
-            was_drawn_from = _is_equal(state[name], unless.get(name))
-            if not was_drawn_from:
-                write_state = _WRITERS[name]
-                write_state(state[name])
+            if _is_equal(state[name], unless.get(name)):
+                continue
+            write_state = _WRITERS[name]
+            write_state(state[name])
 
 
 def rng_state() -> dict[str, Any]:
@@ -213,7 +212,7 @@ def stream_digests() -> dict[str, str]:
     """
     state = RandomStreams(("python", "numpy", "torch")).state()
     hardware = initialized_device_module()
-    # While a graph is captured, the state of the stream cannot be read.
+    # The state cannot be read while a CUDA graph is captured.
     if hardware is not None and not _is_capturing(hardware.module):
         state[hardware.name] = hardware.module.get_rng_state()
     digests: dict[str, str] = {}
@@ -228,9 +227,9 @@ def stream_digests() -> dict[str, str]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the streams to the result of :func:`rng_state`.
 
-    The GPU or other accelerator that is current now gets the state of the device that was current
-    then, since a resumed rank may use another device. The other devices are restored by index.
-    Entries for numpy or hardware are ignored in a process that does not have them.
+    A resumed rank may use another GPU. So the current device gets the state of the device that was
+    current when the states were read. The other devices are restored by index. Entries for numpy or
+    hardware that this process does not have are ignored.
 
     Raises:
         KeyError: ``state`` is not a result of :func:`rng_state`. Nothing was changed.
@@ -247,7 +246,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     # The process that saved the states may have seen more or fewer devices than this one.
     for index in range(min(len(device_states), torch.accelerator.device_count())):
         set_state(device_states[index], index)
-    # This call is the last, since the loop has given the current device the state of its index.
+    # This call comes last, because the loop has restored the current device by its index.
     state_of_current = device_states[saved["current"]]
     set_state(state_of_current, torch.accelerator.current_device_index())
 
@@ -256,8 +255,9 @@ def _is_capturing(module: Any) -> bool:
     """Return whether the current stream of a kind of hardware is captured into a graph.
 
     Args:
-        module: torch's module for the hardware. One without graphs has no function to ask.
+        module: torch's module for the hardware, such as ``torch.cuda``.
     """
+    # A module without this function cannot capture graphs.
     is_current_stream_capturing = getattr(module, "is_current_stream_capturing", None)
     return is_current_stream_capturing is not None and is_current_stream_capturing()
 
@@ -267,8 +267,8 @@ def _seed_streams(seed: int, rank: int) -> None:
 
     Args:
         seed: a seed that numpy takes if ``rank`` is 0. Otherwise any integer.
-        rank: 0 seeds every library with the seed itself. Another rank seeds each library with a
-            hash of the library's name, the seed and the rank.
+        rank: 0 seeds each library with the seed itself. Any other rank seeds each library with a
+            hash of the library's name, the seed and the rank, so that ranks get unrelated streams.
     """
     numpy = sys.modules.get("numpy")
     if rank == 0:
@@ -279,7 +279,7 @@ def _seed_streams(seed: int, rank: int) -> None:
         return
     random.seed(_hash_to_64_bits("python", seed, rank))
     if numpy is not None:
-        # numpy takes 64 bits only as a sequence of numbers of 32 bits.
+        # numpy takes a seed of 64 bits only as two numbers of 32 bits, here (high, low).
         numpy.random.seed(divmod(_hash_to_64_bits("numpy", seed, rank), 2**32))
     torch.manual_seed(_hash_to_64_bits("torch", seed, rank))
 
@@ -293,7 +293,7 @@ def _hash_to_64_bits(*values: str | int) -> int:
 
 def _read_numpy_state() -> list[Any] | None:
     """Return the state of numpy's stream as plain values, or None if there is no stream yet."""
-    # numpy imports its random module on first access, which makes the stream.
+    # The first access to numpy.random imports this module and creates the stream. Do not cause it.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None
