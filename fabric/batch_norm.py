@@ -56,16 +56,18 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ValueError: all ranks together have a single value in each channel.
-            UsageError: the layer was unpickled in a job, which it does not know.
+            UsageError: the layer comes from a pickle, and is not connected to the ranks of this
+                job.
         """
         if not self.training:
             return super().forward(input)
         communicator = self._ranks.communicator
         if communicator is None:
+            # The job has ended, or the layer comes from a pickle. Raises if there are other ranks.
             self._check_single_process()
             return super().forward(input)
         self._check_input_dim(input)
-        # As in torch's kernels, sums of numbers in half precision are in single precision.
+        # Half-precision values are summed up in float32, as in torch's kernels.
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         # All dimensions except that of the channels.
         dims = [0, *range(2, values.dim())]
@@ -74,13 +76,13 @@ class SyncBatchNorm(_BatchNorm):
         local_count = values.numel() // values.size(1)
         local_sums = (values.sum(dims, keepdim=True), values.new_tensor(local_count))
         total, count = all_reduce(communicator, local_sums, Reduce.SUM)
-        # With two values of its own, a rank knows that all ranks together have several. The count
-        # of all ranks is read only if it is needed: a dry run could not read it from the tensor.
-        known_count = local_count if local_count >= 2 else int(count)
-        if known_count == 1:
+        # `min_count` is 0, 1 or more exactly if `count` is. int(count) waits for the device, and
+        # fails in a dry run, so the count of this rank is used if it is enough.
+        min_count = local_count if local_count >= 2 else int(count)
+        if min_count == 1:
             # The words of torch's error.
             raise ValueError("Expected more than 1 value per channel when training, on all ranks")
-        # If all batches are empty, the mean is 0, as the output has no values.
+        # If the batches of all ranks are empty, divide by 1 instead of 0. The output is empty, too.
         divisor = count.clamp(min=1)
         mean = total / divisor
         centered = values - mean
@@ -88,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         squares = all_reduce(communicator, local_squares, Reduce.SUM)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if known_count > 1:
+            if min_count > 1:
                 variance = squares / (count - 1)
                 self._update_running_statistics(mean.flatten(), variance.flatten())
 
@@ -140,7 +142,7 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_var is not None, "a layer that counts batches has no variance"
         momentum = self.momentum
         if momentum is None:
-            # The statistics are averages over all batches so far.
+            # None means averages over all batches so far.
             momentum = 1 / int(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
@@ -158,7 +160,7 @@ def synchronize_batch_norms(
         module: the module. Changed in place.
         communicator: the ranks that have different batches.
         device: the device of this process.
-        cleanup: gives the layers their classes back when the job ends.
+        cleanup: the callbacks of the end of the job, which give the layers their classes back.
 
     Raises:
         ConfigurationError: a layer has a forward pass of its own, or has no parameters yet.
@@ -171,6 +173,7 @@ def synchronize_batch_norms(
         if isinstance(layer, _BatchNorm):
             _check_layer(name, layer)
             layers.append(layer)
+    # All layers are checked before the first one is changed.
     ranks = _RanksOfLayers(communicator)
     cleanup.callback(ranks.disconnect)
     sync_class: type[_BatchNorm] = SyncBatchNorm
@@ -180,7 +183,7 @@ def synchronize_batch_norms(
     for layer in layers:
         cleanup.callback(_restore_class, layer, type(layer))
         vars(layer)["_ranks"] = ranks
-        # torch's class reads the group. None stands for all ranks.
+        # Read only by torch's class. None stands for all ranks.
         vars(layer)["process_group"] = None
         layer.__class__ = sync_class
 
