@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         any process starts.
     """
     if argv is None and sys.argv[1:2] == ["run"]:
-        # The imports of the command take seconds, in which a request would end this process.
+        # The imports of the command take seconds. In this time, the signal that asks for a hang
+        # report would end the process.
         ignore_early_requests()
     try:
         options = _build_parser().parse_args(argv)
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     finally:
         if argv is None:
-            # The process ends now. The interpreter would search all objects of torch for garbage,
-            # which takes half a second.
+            # The process ends now. Without this call, the interpreter would search all objects of
+            # torch for garbage, which takes half a second.
             gc.freeze()
 
 
@@ -80,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
 
         argparse and the subcommands of fabric call this method.
         """
-        # Usage is "usage: " and the synopsis, which is broken into lines.
+        # format_usage() returns "usage: " and the synopsis on several lines. Join the lines.
         synopsis = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise ConfigurationError(
             self.prog, problem=message, expected=synopsis, suggestion=f"{self.prog} --help"
@@ -386,7 +387,8 @@ class _RestartLimit:
 
     Attributes:
         count: how many restarts are allowed in a window.
-        window: the length of the window in seconds. By default all restarts of the job count.
+        window: the length of the window in seconds. The default, infinity, counts all restarts of
+            the job.
         text: the value as the user wrote it.
     """
 
@@ -395,7 +397,7 @@ class _RestartLimit:
     text: str = "0"
 
     def allows_restart(self, now: float, restart_times: Sequence[float]) -> bool:
-        """Return whether the job may restart now, after the restarts at earlier times."""
+        """Return whether the job may restart at the time ``now``, after the restarts so far."""
         times_in_window = [time for time in restart_times if time > now - self.window]
         return len(times_in_window) < self.count
 
@@ -431,11 +433,11 @@ def _plan(options: argparse.Namespace) -> int:
     """Run ``fabric plan``, and return the exit code: 1 if the memory is not enough."""
     from fabric.tools.dry_run import plan
 
-    # As for `python script.py`: modules of the working directory can be imported.
+    # The command `fabric` lacks the working directory in its path. Users' modules are there.
     sys.path.insert(0, os.getcwd())
     try:
         build = resolve_name(options.build)
-        # resolve_name() has imported the module.
+        # resolve_name() has imported the module, so this only looks the module up.
         module = import_module(options.build.partition(":")[0])
         step = getattr(module, options.step)
     except (ImportError, AttributeError, ValueError) as error:
@@ -515,7 +517,9 @@ def _run(options: argparse.Namespace) -> int:
         arguments=[options.script, *options.arguments],  # becomes sys.argv
         directory=os.getcwd(),
     )
-    server = None  # each rank starts in a new interpreter
+    # Without a fork server, each rank starts in a new interpreter. With restarts, a fork server
+    # saves the ranks the imports of each new start.
+    server = None
     if limit.count > 0:
         server = script_fork_server(script, worlds)
     attempts = _Attempts(options, script, worlds, variables, server)
@@ -526,7 +530,7 @@ def _run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Attempts:
-    """What all starts of a script by this command have in common.
+    """The starts of a script by this command. The attributes are the same for all of them.
 
     Attributes:
         options: the parsed options.
@@ -573,7 +577,9 @@ def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:
     while True:
         script_end = attempts.run(len(restart_times), port=None, should_end=never)
         script_end.print_report()
-        if script_end.exit_code in (0, PREEMPTED) or script_end.is_interrupted:
+        has_failed = script_end.exit_code not in (0, PREEMPTED)
+        # After Ctrl-C, the user wants no restart.
+        if not has_failed or script_end.is_interrupted:
             return script_end.exit_code
         now = time.monotonic()
         if not limit.allows_restart(now, restart_times):
@@ -583,7 +589,10 @@ def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:
 
 
 def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
-    """Run the script whenever all machines of the job start their ranks. Return the exit code."""
+    """Run this machine's ranks, as often as the machines agree to start. Return the exit code.
+
+    A *generation* is one start of the ranks on all machines.
+    """
     from fabric.launchers.agent import AgentConfig, NodeAgent
 
     options = attempts.options
@@ -597,7 +606,7 @@ def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
         restart_limit=limit.text,
         allows_restart=limit.allows_restart,
     )
-    # The agent of machine 0 serves the store of the ranks, and not rank 0.
+    # Tells the ranks that the agent of machine 0 serves their store, so that rank 0 does not.
     attempts.variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with NodeAgent(config) as agent:
         generation = agent.wait_for_generation()
@@ -620,7 +629,7 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
         value = getattr(options, name)
         if value is not None:
             variables[variable] = str(value)
-        # Fabric() raises an error if this option would be ignored.
+        # For an option after the script, Fabric() raises an error if the script ignores the option.
         value_after_script = _find_option_after_script(options, name)
         if value_after_script is not None:
             variables[variable + AFTER_SCRIPT_SUFFIX] = value_after_script
@@ -630,15 +639,15 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
 def _find_option_after_script(options: argparse.Namespace, name: str) -> str | None:
     """Return the value of an option of ``fabric run`` that the user wrote after the script.
 
-    Return None if there is no such option. Everything after the script is passed to the script, so
-    the user may have meant the option for ``fabric run``. But if the text of the script contains
-    the option in quotes, the script has an option of the same name, and this returns None.
+    In ``fabric run script.py --devices 2``, the user may have meant the option for ``fabric run``,
+    but the script gets it. Return None if there is no such option, or if the script's source
+    contains it in quotes: then the script has an option of this name.
 
     Args:
         options: the parsed options.
         name: the name of the option, such as ``"num_nodes"``.
     """
-    # A pattern that matches --num-nodes and --num_nodes.
+    # The pattern matches both --num-nodes and --num_nodes.
     option_pattern = f"--{name.replace('_', '[-_]')}"
     # The arguments are joined by newlines, so that "--devices=2" and "--devices", "2" are found
     # alike. A value must not look like another option, but may be negative: "-1" means all devices.
@@ -685,10 +694,10 @@ def _require_script(options: argparse.Namespace) -> None:
 
 
 def _fill_in_machine_options(options: argparse.Namespace) -> None:
-    """Fill in options about machines that were not given.
+    """Fill in the options about machines that the user did not give.
 
-    A platform that starts one command on each machine describes the machines in variables. The
-    remaining options get their defaults.
+    A platform that starts one command on each machine, such as Kubeflow, describes the machines in
+    environment variables. Options without such a variable get their defaults.
     """
     machines = find_machines(os.environ)
     if machines is not None and options.num_nodes != 1:
@@ -709,7 +718,7 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
             if getattr(options, name) is None:
                 setattr(options, name, default)
     if options.node_rank is None and options.num_nodes not in (None, 1):
-        # Kubernetes sets it in each pod of an indexed job, which is a machine.
+        # Kubernetes sets this variable in each pod of an indexed job. A pod is a machine here.
         options.node_rank = read_integer_variable(os.environ, "JOB_COMPLETION_INDEX")
     if options.node_rank is None:
         options.node_rank = 0
@@ -781,9 +790,9 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         value = getattr(options, name)
         if value is not None:
             arguments[name] = value
-    # This plan is only for checking and for the number of processes: `fabric run` starts them, so
-    # the plan gets a launcher that starts nothing. environment="none" and env={} hide the variables
-    # of a launcher that may have started this command: they would describe another job.
+    # The plan checks the options and counts the processes. Its launcher starts nothing, since
+    # `fabric run` starts the processes. This command may itself run in a job of a launcher, whose
+    # variables do not describe the new job: environment="none" and env={} hide them.
     plan = resolve_plan(**arguments, launcher=InlineLauncher(), environment="none", env={})
     num_processes = plan.launch_spec.num_processes
     num_nodes = options.num_nodes or 1
@@ -797,7 +806,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
         address=options.main_address,
         port=options.main_port,
     )
-    # This call raises if the strategy does not run on several machines. The plan above is for one
-    # machine, since fabric's own launchers start no processes on others.
+    # The plan above is for one machine, since fabric's launchers start no processes on others. This
+    # call raises if the strategy does not run on several machines.
     resolve_plan(**arguments, num_nodes=num_nodes, env=worlds[0].to_env())
     return worlds

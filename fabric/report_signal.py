@@ -17,15 +17,16 @@ def report_signal() -> signal.Signals:
 
 
 def ignore_request(number: int, frame: object) -> None:
-    """Do nothing. The handler of requests that come before a supervisor can answer them."""
+    """Do nothing. A signal handler for :func:`ignore_early_requests`."""
 
 
 def ignore_early_requests() -> None:
-    """Do not let a request for a report end this process before a supervisor can answer it.
+    """Keep a request for a report from ending this process before a supervisor can answer it.
 
-    A handler is installed, and the signal not ignored: child processes would inherit that. If the
-    signal has a handler, or is ignored, nothing changes.
+    ``fabric run`` calls it first of all. If the signal already has a handler, or is ignored,
+    nothing changes.
     """
+    # A handler that does nothing, instead of SIG_IGN, which child processes would inherit.
     number = report_signal()
     if signal.getsignal(number) is signal.SIG_DFL:
         signal.signal(number, ignore_request)
