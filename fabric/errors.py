@@ -64,10 +64,7 @@ class FabricError(Exception):
     def __init__(
         self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
     ) -> None:
-        """Store the parts of the message. A part that is empty is not shown.
-
-        ``request`` is the call or the argument that cannot work, as the user wrote it.
-        """
+        """Store the parts of the message. An empty part is not shown."""
         self.request = request
         self.problem = problem
         self.expected = expected
@@ -87,15 +84,15 @@ class FabricError(Exception):
         return "\n  ".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle contains the class, the only required argument, and the attributes. The
-        # attributes hold the other arguments, and the notes that were added to the error.
+        # Unpickling calls the class with its only required argument, and then sets the attributes:
+        # the other parts of the message, and notes.
         return type(self), (self.request,), self.__dict__
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows for this error. IPython calls this method.
 
-        The lines contain the user's frames in this process and, if the error is that of a rank, in
-        the rank. Frames of fabric, of IPython, and of torch's calls of modules are left out.
+        Frames of fabric, of IPython, and of torch's calls of modules are left out. If the error
+        contains the traceback of a rank, the same frames are left out there.
         """
         from IPython import get_ipython  # installed, since IPython is the caller
 
@@ -108,14 +105,14 @@ class FabricError(Exception):
             return " ".join(label_and_name)
 
         package = re.escape(os.path.dirname(__file__))
-        # A frame is a line with the name of the file, and lines of code with more indentation.
+        # A frame is a line with the name of its file, and then more indented lines of code.
         slash = r"[/\\]"
         hidden_files = (
             rf"{package}{slash}|[^\"]+{slash}IPython{slash}"
             rf"|[^\"]+{slash}torch{slash}nn{slash}(?:modules{slash}module\.py|parallel{slash})"
         )
         hidden_frames = rf'(?m)^  File "(?:{hidden_files}).*\n(?:    .*\n)*'
-        # The traceback of a rank is a part of str(self).
+        # The text contains str(self), and so the traceback of a rank.
         text = "".join(traceback.format_exception(self))
         text = re.sub(hidden_frames, "", text)
         text = re.sub('File "(?P<path>.+?)"', as_cell_name, text)
@@ -123,12 +120,11 @@ class FabricError(Exception):
 
 
 class _HiddenFrames:
-    """A context that removes the frames of fabric from the traceback of an error of fabric.
+    """A context that removes the frames of fabric from the traceback of a FabricError.
 
-    They are also removed from a KeyboardInterrupt: nobody asks which line of fabric has waited.
-
-    The traceback then ends at the line of the user, which the message is about. A generator with
-    ``contextmanager`` would restore the frames.
+    The traceback then ends at the user's line, which the message is about. The frames are removed
+    from a KeyboardInterrupt, too. This is a class, since ``contextmanager`` would restore the
+    frames.
     """
 
     def __enter__(self) -> None:

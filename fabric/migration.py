@@ -181,7 +181,11 @@ METHODS = {
 
 
 def find_foreign_name(name: str, table: Mapping[str, str]) -> str | None:
-    """Return what a table has for a name, or for the longest beginning of it. None without one."""
+    """Return the entry of a table for a name, or for the longest beginning of the name.
+
+    Example: ``"deepspeed_stage_2"`` finds the entry ``"deepspeed"``. Return None if no beginning of
+    at least two letters has an entry.
+    """
     name = name.lower()
     for length in range(len(name), 1, -1):
         if name[:length] in table:

@@ -13,7 +13,7 @@ __all__ = ["TrainedResult", "load_weights", "modules_among"]
 
 
 class TrainedResult(NamedTuple):
-    """What a rank sends back if the caller of ``launch`` wants the weights.
+    """What a rank sends to the launching process under ``launch(..., return_weights=True)``.
 
     Attributes:
         result: what the user's function has returned.
@@ -26,9 +26,9 @@ class TrainedResult(NamedTuple):
 
 
 def modules_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Module]:
-    """Return the modules among the arguments of a function, each once, in a fixed order.
+    """Return the modules among the arguments of a function, each once.
 
-    The order is the same for a copy of the arguments, such as those of a rank.
+    The launching process and the ranks, which have copies of the arguments, get the same order.
 
     Args:
         args: the positional arguments of the function, which may be collections.
@@ -64,8 +64,10 @@ def load_weights(modules: Sequence[nn.Module], weights: Sequence[Mapping[str, An
         weights: a state dict for each module.
     """
     for module, state in zip(modules, weights, strict=True):
-        # The names in the state are those of the user's module.
+        # The names in the state are names of the user's module, without those of torch.compile.
         user_module = uncompiled(module)
         tensors = user_module.state_dict(keep_vars=True).values()
-        is_meta = any(getattr(tensor, "is_meta", False) for tensor in tensors)
-        user_module.load_state_dict(state, assign=is_meta)
+        # An extra state is not a tensor, and has no attribute is_meta.
+        has_meta_tensor = any(getattr(tensor, "is_meta", False) for tensor in tensors)
+        # Copying into a meta tensor would lose the values, so the tensors are assigned.
+        user_module.load_state_dict(state, assign=has_meta_tensor)
