@@ -82,14 +82,14 @@ class _OlderMethods(ParallelStrategy):
                     suggestion="strategy.model = model",
                 )
             trainer = SimpleNamespace(model=self.model)
-        # Replaces trainer.model by the prepared module.
+        # This call replaces trainer.model by the prepared module.
         super().setup(trainer)
         self.model = trainer.model
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Set up ``trainer.optimizers``, whose model is set up already.
 
-        Older form of :meth:`fabric.Fabric.setup_optimizers`.
+        The modern method is :meth:`fabric.Fabric.setup_optimizers`.
         """
         _warn_deprecated(
             "setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)"
@@ -111,7 +111,7 @@ class _OlderMethods(ParallelStrategy):
     def block_backward_sync(
         self, module: nn.Module | None = None, enabled: bool = True
     ) -> AbstractContextManager[object]:
-        """Return ``no_backward_sync`` of a module, of which this is the older name.
+        """Return the context ``no_backward_sync`` of a module. ``block_backward_sync`` is older.
 
         Without a module, the context is for all modules that are set up.
         """
@@ -121,7 +121,7 @@ class _OlderMethods(ParallelStrategy):
         return super().block_backward_sync(module, enabled)
 
     def model_sharded_context(self) -> AbstractContextManager[object]:
-        """Return ``module_init_context()``, of which this is the older name."""
+        """Return ``module_init_context()``, which is the newer name."""
         _warn_deprecated("model_sharded_context()", "with fabric.init_module():")
         return self.module_init_context()
 
@@ -133,7 +133,7 @@ def _make_older_step(name: str) -> Callable[..., Any]:
         name: ``"training_step"`` or the like, which is also a method of the user's module.
     """
 
-    # The user sees this function's name and docstring, which are set below, as the method's.
+    # The name and the docstring of this function, which the user sees, are set below.
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
         _warn_deprecated(f"{name}(...) of a strategy", modern)
@@ -147,8 +147,8 @@ def _make_older_step(name: str) -> Callable[..., Any]:
                 problem="no module is set up",
                 suggestion=modern,
             )
-        # A FabricModule runs its module's methods inside a forward pass, as FSDP needs. Both
-        # arguments are the prepared module: the user's module is not known here.
+        # FSDP needs a forward pass around the method, and a FabricModule runs it in one. The user's
+        # module is not known here, so the prepared module takes its place, too.
         model = FabricModule(
             prepared,
             prepared,
@@ -268,7 +268,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
                 suggestion=modern,
             )
         with Fabric(strategy=self) as fabric:
-            # `self` is an argument, so that _run_spawned() gets the copy of its process.
+            # `self` is an argument, so that _run_spawned() gets its process's copy of the strategy.
             result = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
         self.mp_queue.extend(result.queue_entries)
         self._weights_of_process_0 = result.weights
@@ -403,18 +403,20 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
 
 
 def _warn_deprecated(older: str, modern: str) -> None:
-    """Warn at the line that calls the function which calls this one.
+    """Give a DeprecationWarning at the line where the user calls the older name.
+
+    The function of the older name calls this one.
 
     Args:
         older: the older name or call.
         modern: the code to write instead.
     """
-    # Python itself shows the same warning once for each line that causes it.
+    # 1 is this line, 2 the function of the older name, and 3 the user's line.
     warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=3)
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    # clone() is needed for a view: pickle would write the whole storage that the view is a part of.
+    # Without clone(), pickle would write the whole storage of which the tensor may be a view.
     return tensor.detach().cpu().clone()
 
 
