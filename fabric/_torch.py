@@ -39,11 +39,10 @@ real_tensors = unset_fake_temporarily
 without_dispatch_modes = _disable_current_modes
 
 
-# A context in which autograd does not know that views of a tensor without a gradient are views, so
-# that each view has a version counter of its own. Otherwise the rows from ``torch.unbind`` share
-# one counter: an in-place change of one row would make backward passes through the other rows
-# fail. ``torch.unsafe_split`` does the same for parts that keep the dimension, but takes five times
-# as long.
+# A context in which autograd does not track views, so that each view has a version counter of its
+# own. Otherwise the rows from ``torch.unbind`` share one counter, and after an in-place change of
+# one row, backward passes through the other rows fail. ``torch.unsafe_split`` would do the same for
+# parts that keep the dimension, but takes five times as long.
 untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
 
 
@@ -86,13 +85,13 @@ default_store = dist.distributed_c10d._get_default_store
 
 
 def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a container that is registered with torch's pytree.
+    """Return the children of a container of torch's pytree, and a function that rebuilds it.
 
-    Return also the function that builds the container again from a list of as many children.
-    Return None for any other object, which is a leaf.
+    The function builds the container from a list of as many new children. Return None for an object
+    whose type is not registered, which is a leaf.
 
-    torch's pytree is the registry in which libraries register their containers, such as the model
-    outputs of Hugging Face. torch has no public name for the registry yet.
+    Libraries register their containers with torch's pytree, such as the model outputs of Hugging
+    Face. torch has no public name for the registry yet.
     """
     if pytree.tree_is_leaf(tree):
         return None
@@ -115,29 +114,29 @@ def disable_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     from torch.distributed.algorithms.join import _JoinConfig
 
     wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-    # With None, the reducer has no collective to wait for. With True, it divides by the number of
-    # all ranks.
+    # None: the reducer waits for no collective of joined ranks. True: the reducer divides by the
+    # number of all ranks.
     wrapper.reducer._set_forward_pass_work_handle(None, True)  # pyright: ignore[reportArgumentType]  # declared without None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, which shares memory with the DTensor.
 
-    A plain tensor is returned unchanged. The attribute is read instead of an ``isinstance`` check,
-    since the class is in ``torch.distributed.tensor``, which takes a second to import.
+    A plain tensor is returned unchanged. An ``isinstance`` check would import
+    ``torch.distributed.tensor``, which takes a second.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor. See :func:`local_tensor` for why no class is used."""
+    """Return whether a tensor is a DTensor, without importing the class, which takes a second."""
     return local_tensor(tensor) is not tensor
 
 
 def has_nan(parameter: Tensor) -> bool:
     """Return whether the part of a parameter on this rank contains a NaN.
 
-    Returns False for one-byte and quantized dtypes, which have no ``isnan`` or no NaN.
+    Return False for subclasses of tensors and for one-byte dtypes, on which ``isnan`` may fail.
     """
     tensor = local_tensor(parameter)
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
@@ -165,9 +164,9 @@ def full_tensor(tensor: Any) -> Tensor:
     # The import is here, since it takes a second unless the program has a DTensor already.
     from torch.distributed.tensor import Replicate
 
-    # Each step gathers one more dimension of the mesh, beginning with the outermost, and the call
-    # at the end gathers the last one. torch warns about its order of gathering if several
-    # dimensions are gathered at once.
+    # torch warns about its order of gathering if several dimensions are gathered at once. So each
+    # step gathers one dimension of the mesh, beginning with the outermost. full_tensor() gathers
+    # the last one.
     for num_replicated in range(1, tensor.device_mesh.ndim):
         replicated = [Replicate()] * num_replicated
         tensor = tensor.redistribute(placements=[*replicated, *tensor.placements[num_replicated:]])
@@ -177,8 +176,9 @@ def full_tensor(tensor: Any) -> Tensor:
 def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
     """Return a mesh that has one dimension for each of ``meshes``. Collective.
 
-    FSDP2 can shard a layer that is split by tensor parallelism only along a mesh that is a part of
-    the layer's own mesh. torch has public names only for parts made of whole dimensions.
+    ``"model_parallel"`` shards parameters along the result by FSDP2, which accepts only a part of
+    the mesh by which tensor parallelism has split the layer. A part in which several dimensions
+    count as one has no public name in torch.
 
     Args:
         meshes: parts of one mesh. A part of several dimensions is flattened to one dimension,
@@ -197,12 +197,12 @@ def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
 def clear_mesh_caches() -> None:
     """Clear torch's caches of DTensor operations. Called when a job ends.
 
-    The entries hold meshes, and so the process groups of the job: after ``destroy_process_group()``
-    a group of gloo stays as long as an object refers to it, with a thread that wakes up a hundred
-    times a second. An entry is also used for every equal mesh, though the next job in this process
-    may have other groups under the same names.
+    The caches refer to meshes, and so to the process groups of the job. A group of gloo that is
+    still referred to keeps a thread, which wakes up a hundred times a second, even after
+    ``destroy_process_group()``. The next job in this process may also have an equal mesh with other
+    groups, for which the old entries are wrong.
     """
-    # The module is looked up, since an import takes a second. Without it there are no caches.
+    # Looked up, since an import takes a second. If nothing has imported it, the caches are empty.
     dtensor: Any = sys.modules.get("torch.distributed.tensor")
     if dtensor is None:
         return
@@ -221,10 +221,10 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
 
     Args:
         functions: for each operator, a function that gets the operator, its arguments and its
-            keyword arguments. An operator for which there is a function already keeps that one.
+            keyword arguments. An operator that has a function already keeps its function.
 
     Returns:
-        A function that ends this.
+        A function that removes these functions.
     """
     from torch.distributed.tensor import DTensor  # takes a second to import
 
@@ -232,13 +232,13 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
     for operator, function in functions.items():
         handlers.setdefault(operator, function)
 
-    def end() -> None:
-        """Take off those functions that are still there."""
+    def remove() -> None:
+        """Remove the functions, but no function that others have set since."""
         for operator, function in functions.items():
             if handlers.get(operator) is function:
                 del handlers[operator]
 
-    return end
+    return remove
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -248,7 +248,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     Groups with neither a gloo nor an NCCL backend are left unchanged: their backends have no such
     setting. ``dist.set_timeout`` calls the same method, but is new in torch 2.14.
     """
-    # A text such as "cpu:gloo,cuda:nccl".
+    # A text such as "cpu:gloo,cuda:nccl" or "gloo".
     backend_config = dist.get_backend_config(group)
     names = backend_config.replace(",", ":").split(":")
     if "gloo" in names or "nccl" in names:
@@ -256,21 +256,22 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def reset_iterator(loader: data.DataLoader[Any]) -> None:
-    """Make the next ``iter()`` of a loader start workers of its own. Old workers go on running.
+    """Make a loader forget its iterator, so that the next ``iter()`` creates a new one.
 
     A DataLoader with persistent workers keeps its iterator in ``_iterator``, so that a copy of the
     loader would share the workers. torchdata's StatefulDataLoader also reads its state from
-    ``_iterator``. ``object.__setattr__`` bypasses the ``__setattr__`` of a user's subclass.
+    ``_iterator``. The workers of the old iterator go on running.
     """
+    # Bypasses the __setattr__ of a user's subclass.
     object.__setattr__(loader, "_iterator", None)
 
 
 def datasets_iterated_in_full() -> list[str]:
-    """Return the class names of the datasets that plain DataLoaders iterate over now.
+    """Return the class names of the datasets over which plain DataLoaders iterate now.
 
-    A loader counts if its sampler is torch's own sequential or random one, since every rank then
-    reads the whole dataset. torch exports neither the class of the iterators nor their attributes.
-    The search goes through all objects of the process, so that it takes long.
+    With torch's sequential or random sampler, every rank reads the whole dataset. Loaders with
+    other samplers are left out. torch keeps no list of iterators, and exports neither their class
+    nor their attributes. The search goes through all objects of the process, and takes long.
     """
     full_samplers = (data.SequentialSampler, data.RandomSampler)
     names: list[str] = []
@@ -288,8 +289,8 @@ def datasets_iterated_in_full() -> list[str]:
     return names
 
 
-# Returns a number of the backward pass that this thread is inside of, or -1 outside of backward
-# passes. Each backward pass has another number. torch has no public name for it.
+# Returns the number of the backward pass in which this thread is, or -1 outside of backward passes.
+# Each backward pass has another number. torch has no public name for the number.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -302,8 +303,8 @@ def unfinished_backward_check(root: Any) -> Callable[[], bool]:
     """Return a function that says whether a backward pass of an FSDP2 model has not ended.
 
     A backward pass has not ended if it is running, or if it raised. FSDP2 queues a callback for the
-    end of each backward pass, and notes in private state that the callback is queued. After an
-    error the note stays, no further callback is queued, and gradients are not reduced any more.
+    end of each backward pass, and sets a private flag until the callback runs. After an error the
+    flag stays set: FSDP2 queues no further callback, and does not reduce gradients any more.
 
     Args:
         root: the whole model. If it is not an FSDP module, nothing is sharded, and the function
@@ -311,14 +312,13 @@ def unfinished_backward_check(root: Any) -> Callable[[], bool]:
     """
     if not is_fsdp_module(root):
         return _is_never_unfinished
-    # partial() and attrgetter() are written in C: the check in each forward pass makes no Python
-    # call.
+    # partial() and attrgetter() are written in C, so that the check in each forward pass is fast.
     is_callback_queued = attrgetter("_state_ctx.post_backward_final_callback_queued")
     return partial(is_callback_queued, root._get_fsdp_state())
 
 
 def _is_never_unfinished() -> bool:
-    """Return False: FSDP2 leaves nothing behind in a model that is not sharded."""
+    """Return False, for a model without FSDP2."""
     return False
 
 
@@ -343,8 +343,8 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
 def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
     """Make ``target`` call the ``register_post_accumulate_grad_hook`` hooks of ``source``.
 
-    Used when FSDP2 replaces a parameter by a sharded parameter. FSDP2 calls these hooks with the
-    sharded parameter.
+    Called when FSDP2 replaces the parameter ``source`` by the sharded parameter ``target``. FSDP2
+    itself runs the hooks of the sharded parameter.
     """
     if source._post_accumulate_grad_hooks is not None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
@@ -353,7 +353,7 @@ def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
 def sequence_numbers_behind(loss: Tensor) -> Iterator[int]:
     """Yield the sequence number of each operation in the graph of ``loss``.
 
-    Comparing them with :data:`next_sequence_number` tells when an operation was recorded.
+    An operation with a number below an earlier :func:`next_sequence_number` was recorded before.
     """
     for node in _nodes_behind(loss):
         yield node._sequence_nr()
@@ -370,7 +370,8 @@ def leaves_of_graph(loss: Tensor) -> Iterator[Tensor]:
 
 def _nodes_behind(loss: Tensor) -> Iterator[Any]:
     """Yield each node of the graph of ``loss`` once."""
-    # next_functions has None in place of a node for an input that requires no gradient.
+    # For an input that requires no gradient, next_functions has None instead of a node. None counts
+    # as seen, so that it is never yielded.
     seen_nodes: set[Any] = {None}
     nodes_to_visit: list[Any] = [loss.grad_fn]
     while nodes_to_visit:
@@ -384,20 +385,20 @@ def _nodes_behind(loss: Tensor) -> Iterator[Any]:
 
 
 def saved_option(node: Any, name: str) -> Any:
-    """Return an option of the operation of a node of an autograd graph, such as ``"reduction"``.
+    """Return an option of the operation of an autograd node, such as ``"reduction"``.
 
-    None if the operation has no such option. Tensors are read by :func:`saved_constant` only. The
-    notes on autograd describe these attributes, but their names begin with an underscore.
+    Return None if the operation has no such option. torch's notes on autograd describe these
+    attributes, although their names begin with an underscore. Tensors need :func:`saved_constant`.
     """
     return getattr(node, f"_saved_{name}", None)
 
 
 def saved_constant(node: Any, operand: str) -> Tensor | None:
-    """Return an operand that a node of an autograd graph has saved. None if it cannot be read.
+    """Return an operand that an autograd node has saved. None if the operand cannot be read.
 
-    The attribute ``_saved_other`` would run the user's hooks for saved tensors. The hooks of
-    activation checkpointing compute the forward pass again, which is possible only once. So the
-    operand is read by hooks of this function, which torch accepts only if there are no other hooks.
+    Reading an attribute such as ``_saved_other`` would run the hooks for saved tensors. The hooks
+    of activation checkpointing compute the forward pass again, and can do so only once. Instead,
+    this function registers hooks that read the operand. torch raises if there are other hooks.
 
     Args:
         node: a multiplication or a division.
@@ -405,12 +406,12 @@ def saved_constant(node: Any, operand: str) -> Tensor | None:
     """
     saved_tensor = getattr(node, f"_raw_saved_{operand}", None)
     if saved_tensor is None:
+        # The operand may be a number.
         number = saved_option(node, operand)
-        # Some operations have an operand that is not a tensor.
         return None if number is None else torch.tensor(float(number))
 
     def pack(tensor: Tensor) -> Tensor:
-        # The node keeps the operand, since torch accepts hooks only once.
+        # The node keeps the operand for later calls, since torch accepts hooks only once.
         node.metadata[operand] = tensor
         return tensor
 
@@ -419,8 +420,7 @@ def saved_constant(node: Any, operand: str) -> Tensor | None:
 
     if operand not in node.metadata:
         try:
-            # torch calls pack() at once, which stores the operand in the metadata. These hooks
-            # change nothing for the backward pass.
+            # torch calls pack() at once, and unpack() in the backward pass.
             saved_tensor.register_hooks(pack, unpack)
         except RuntimeError:
             # The user has added other hooks, or a backward pass has freed the tensor.
@@ -431,9 +431,9 @@ def saved_constant(node: Any, operand: str) -> Tensor | None:
 def is_compiling() -> bool:
     """Return whether any thread of this process compiles a graph now, for hang reports.
 
-    ``torch.compiler.is_compiling`` answers only for the thread that asks. So this looks for two
-    functions on the stacks of all threads. The names of their files are not enough, since the same
-    files contain functions that run compiled code.
+    ``torch.compiler.is_compiling`` answers only for the calling thread. So this function looks for
+    two functions of the compiler on the stacks of all threads. Their files contain functions that
+    run compiled code, too, so the names of the files are not enough.
     """
     compiling_functions = {
         ("_dynamo/convert_frame.py", "_compile"),
@@ -442,7 +442,7 @@ def is_compiling() -> bool:
     for innermost_frame in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(innermost_frame):
             code = frame.f_code
-            # The last folder and the file name, as in the table.
+            # For example "_dynamo/convert_frame.py".
             folder_and_file = "/".join(code.co_filename.split(os.sep)[-2:])
             if (folder_and_file, code.co_name) in compiling_functions:
                 return True
@@ -467,7 +467,7 @@ def awaited_worker(frame: FrameType | None) -> int | None:
     if frame is None:
         return None
     iterator = frame.f_locals["self"]
-    # The task of the batch that the loop receives next. The first field is the worker's number.
+    # The task of the next batch in the order of the loop. Its first field is the worker's number.
     task = iterator._task_info.get(iterator._rcvd_idx)
     if task is None:
         return None
@@ -491,11 +491,11 @@ class HookEntry(NamedTuple):
 def hook_entry(handle: Any) -> HookEntry:
     """Return the entry of a hook in the dicts of its module.
 
-    With the entry, a caller can take a hook out for a while and put it back.
+    With the entry, a caller can take a hook out for a while and put it back. A handle can only
+    remove the hook for good.
 
     Args:
-        handle: what ``register_forward_hook`` or a similar method returned. The handle itself can
-            only remove the hook for good, and its reference to the dict is private.
+        handle: what ``register_forward_hook`` or a similar method returned.
     """
     hooks = handle.hooks_dict_ref()  # the handle has only a weak reference to the dict
     return HookEntry(hooks, key=handle.id, hook=hooks[handle.id])
@@ -525,16 +525,16 @@ COMPILED_MODULE = "_orig_mod"
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Return the object as which a tensor pickles its storage.
+    """Return a storage as the object that stands for it in the pickle of a tensor.
 
-    The public constructor and methods warn that the class will be removed, although a pickle of a
-    tensor needs it. The argument was seen in torch 2.7 to 2.13.
+    The public constructor warns that the class will be removed, although a pickle of a tensor needs
+    the class. The argument ``_internal`` avoids the warning. It was seen in torch 2.7 to 2.13.
     """
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Return the memory behind the object as which a tensor pickles its storage."""
+    """Return the storage behind the result of :func:`typed_storage`, without a warning."""
     return storage._untyped_storage
 
 
@@ -555,21 +555,21 @@ def compile_as(compiled: Any, module: torch.nn.Module) -> Any:
 
 
 def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the dict in which a module keeps its own parameters, not its submodules' parameters.
+    """Return the dict of a module's own parameters, without those of its submodules.
 
-    Changing the dict changes the module. ``named_parameters`` leaves out entries that are None
-    and parameters that it has yielded under another name. ``setattr`` refuses some names and types.
+    Changing the dict changes the module. The public ways are not complete: ``named_parameters``
+    leaves out None and second names of a parameter, and ``setattr`` refuses some names and types.
     """
     return module._parameters
 
 
 def registered_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict in which a module keeps its own buffers. See `registered_parameters`."""
+    """Return the dict of a module's own buffers. Changing the dict changes the module."""
     return module._buffers
 
 
 def registered_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the dict in which a module keeps its children. See `registered_parameters`."""
+    """Return the dict of a module's children. Changing the dict changes the module."""
     return module._modules
 
 
@@ -594,15 +594,15 @@ def synchronization_check(
 
     DDP's ``no_sync`` sets an attribute that torch does not document.
     """
-    # partial() and attrgetter() are written in C: the check in each step makes no Python call.
+    # partial() and attrgetter() are written in C, so that the check in each step is fast.
     return partial(attrgetter("require_backward_grad_sync"), wrapper)
 
 
 def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[str]:
     """Return the names of the parameters and buffers that DDP does not synchronize.
 
-    The user names them by ``_set_params_and_buffers_to_ignore_for_model`` of DDP's class. torch
-    has no public name for either. The prefix that ``torch.compile`` adds to names is left out.
+    The user has set the names by ``_set_params_and_buffers_to_ignore_for_model`` of DDP's class.
+    The prefix that ``torch.compile`` adds to names is left out.
     """
     return {name.removeprefix(f"{COMPILED_MODULE}.") for name in wrapper.parameters_to_ignore}
 
@@ -617,9 +617,9 @@ def names_to_ignore_in_ddp(module: torch.nn.Module) -> set[str]:
 
 
 def has_custom_state_loading(module: torch.nn.Module) -> bool:
-    """Return whether loading a state dict into a module would call code that is not torch's.
+    """Return whether a class in a module overrides a method that loads a state dict.
 
-    Such code may raise after a part of the state is loaded.
+    Code that is not torch's may raise after it has loaded a part of the state.
     """
     for submodule in module.modules():
         for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state"):
@@ -637,8 +637,8 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 def is_fsdp_module(module: torch.nn.Module) -> bool:
     """Return whether ``fully_shard`` was called for this module.
 
-    The method is looked up instead of an ``isinstance`` check, since the class is in
-    ``torch.distributed.fsdp``, which takes a second to import.
+    ``fully_shard`` adds this method to the module's class. An ``isinstance`` check would import
+    ``torch.distributed.fsdp``, which takes a second.
     """
     return hasattr(module, "set_requires_gradient_sync")
 
@@ -692,10 +692,11 @@ def fsdp_parameter_records(module: torch.nn.Module) -> list[Any]:
 
 
 def gathered_parameters(records: Iterable[Any]) -> list[Tensor]:
-    """Return the gathered parameters of records of FSDP2, as far as they exist and have versions.
+    """Return the gathered parameters of records of FSDP2 whose in-place changes can be detected.
 
-    FSDP2 makes such a tensor in the first pass, and uses it in all passes: in between it has no
-    memory. FSDP2 itself does not change its version. A tensor from inference mode has no version.
+    FSDP2 creates a gathered parameter in the first pass, and frees only its memory between passes.
+    FSDP2 itself does not change the tensor's version counter. Parameters that do not exist yet, and
+    tensors of inference mode, which have no version counter, are left out.
 
     Args:
         records: entries of :func:`fsdp_parameter_records`.
@@ -709,21 +710,22 @@ def gathered_parameters(records: Iterable[Any]) -> list[Tensor]:
 
 
 def is_parameter_of_record(parameter: Any, record: Any) -> bool:
-    """Return whether a registered parameter is the shard of a record, or gathered from it.
+    """Return whether a parameter in a module is one of the tensors that FSDP2 has put there.
 
-    Before the first forward pass, also return true for a parameter that FSDP2 will adopt as the
-    shard, as after ``load_state_dict(..., assign=True)``.
+    FSDP2 puts the sharded or the gathered parameter of a record into the module. Before the first
+    forward pass, also return True for a parameter that FSDP2 will adopt as the shard, as after
+    ``load_state_dict(..., assign=True)``.
 
     Args:
-        parameter: what a module holds in place of the record's parameter.
+        parameter: the parameter under the record's name in the module.
         record: an entry of :func:`fsdp_parameter_records`.
     """
     if parameter is record.sharded_param:
         return True
     unsharded = getattr(record, "_unsharded_param", None)
     if unsharded is None:
-        # No forward pass has gathered the parameter yet. In the first one, FSDP2 takes whatever
-        # DTensor parameter the module holds then for the shard.
+        # No forward pass has gathered the parameter yet. In the first one, FSDP2 adopts any DTensor
+        # parameter that the module holds as the shard.
         return is_dtensor(parameter) and isinstance(parameter, torch.nn.Parameter)
     # With ``reshard_after_forward=n``, shards of n ranks replace a parameter between the passes.
     resharded = getattr(record, "_sharded_post_forward_param", None)
@@ -733,8 +735,8 @@ def is_parameter_of_record(parameter: Any, record: Any) -> bool:
 def has_unreduced_gradient(record: Any) -> bool:
     """Return whether a parameter has a full gradient that has not been reduced into its shard.
 
-    A backward pass without synchronization leaves the full gradient in the private record. It stays
-    there until a backward pass with synchronization reduces it, and an optimizer does not see it.
+    A backward pass without synchronization leaves the full gradient in the private record, where an
+    optimizer does not see it. A later backward pass with synchronization reduces the gradient.
 
     Args:
         record: an entry of :func:`fsdp_parameter_records`.
@@ -750,7 +752,7 @@ def has_unreduced_gradient(record: Any) -> bool:
 def drop_unreduced_gradient(record: Any) -> None:
     """Drop the gradient that :func:`has_unreduced_gradient` has found."""
     record._unsharded_param.grad = None
-    # From torch 2.15 on, this is the same gradient, and cannot be set.
+    # From torch 2.15 on, this attribute reads the gradient above, is None now, and cannot be set.
     if record.unsharded_accumulated_grad is not None:
         record.unsharded_accumulated_grad = None
 
@@ -758,7 +760,8 @@ def drop_unreduced_gradient(record: Any) -> None:
 def reset_fsdp_pass(root: Any, records: Sequence[Any]) -> None:
     """Clear what a pass that raised has left in FSDP2's state, and keep all gradients.
 
-    From torch 2.15 on, ``reset_iter_state`` clears gradients, too, also those of earlier passes.
+    From torch 2.15 on, ``reset_iter_state`` clears all gradients, too. So the gradients are saved
+    and set again.
 
     Args:
         root: the whole model. Nothing happens if it is not an FSDP module.
@@ -778,7 +781,7 @@ def reset_fsdp_pass(root: Any, records: Sequence[Any]) -> None:
 
 
 def allocates_outputs(operator: Any) -> bool:
-    """Return whether an ATen operator allocates its outputs, which then are not views or inputs.
+    """Return whether no output of an ATen operator is a view of an input or an input itself.
 
     The operator's schema declares which outputs alias an input.
     """
@@ -807,8 +810,8 @@ def reduce_bucket_without_result(
 def freeze_garbage_in_forks() -> None:
     """Keep forked processes, such as workers of a DataLoader, from freeing a process group.
 
-    The destructor of a group waits for the group's threads. A fork does not have these threads, so
-    that its garbage collector would hang or crash. ``gc.freeze`` excludes all objects of the parent
-    from collections in the fork. A second call does nothing, since the hook is never removed.
+    The destructor of a group waits for the group's threads. A fork lacks these threads, so that its
+    garbage collector would hang or crash. ``gc.freeze`` in the fork excludes all objects of the
+    parent from garbage collection. Only the first call registers the hook, which stays for good.
     """
     os.register_at_fork(after_in_child=gc.freeze)
