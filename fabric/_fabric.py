@@ -245,8 +245,8 @@ class Fabric:
                 time_limit=time_limit,
                 stop_margin=stop_margin,
             )
-        # A launch will follow after some seconds, which the server needs for the import of torch. A
-        # script launches at once.
+        # A user at a prompt launches some seconds later. The fork server imports torch in this
+        # time. A script launches at once, and gains nothing.
         if self._plan.world is None and is_interactive():
             self._plan.launcher.warm_up()
         self._callbacks = as_list(callbacks)
@@ -263,7 +263,7 @@ class Fabric:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap the ``run`` method of a subclass, so that calling the method launches the job."""
         super().__init_subclass__(**kwargs)
-        # An inherited run has been wrapped when its own class was defined.
+        # An inherited method was wrapped when the class that defines it was created.
         if "run" in cls.__dict__:
             cls.run = _launch_on_call(cls.__dict__["run"])
 
@@ -306,7 +306,7 @@ class Fabric:
         ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
         """
         meshes = self._ensure_session("device_mesh").runtime.meshes
-        # The strategy makes its mesh before any other mesh is made.
+        # The first mesh is the mesh of the strategy.
         return next(iter(meshes.values()), None)
 
     @property
@@ -400,12 +400,11 @@ class Fabric:
                 fabric. The function may be left out under ``popen``, and if nothing is started.
             return_result: whether to return the result of the function.
             return_all: whether to return the results of all processes, as a list by rank.
-            return_weights: whether the modules among the arguments of the function get the weights
-                that they have in process 0 when the function returns, with the shards of all
-                processes. Otherwise the function of started processes trains copies of these
-                modules, and the caller's modules stay as they are. With ``return_weights`` the
-                function also gets copies if nothing is started on one device; in processes that
-                another launcher has started, it gets the modules themselves.
+            return_weights: whether the modules among the arguments of the function get the trained
+                weights of process 0, with the shards of all processes. Otherwise started processes
+                train copies of the modules, and the caller's modules do not change. With
+                ``return_weights`` the function gets copies on one device, too. In processes that
+                another launcher has started, the function gets the modules themselves.
             debug: the rank that gets the terminal, so that ``breakpoint()`` opens Python's debugger
                 in it. The other ranks skip ``breakpoint()``, and wait for this rank as long as it
                 takes: ``timeout`` and ``watchdog`` do not count. None leaves the terminal to this
@@ -426,8 +425,8 @@ class Fabric:
                 function, or with ``debug``.
             ConfigurationError: ``debug`` is no rank, or there is no terminal.
         """
-        # A rank imports the user's script to find the function to run. If the script calls launch()
-        # during this import, the call below raises: each rank would start a further job.
+        # A rank imports the user's script to find the function to run. A launch() during the import
+        # would start a further job in each rank. This call raises during the import.
         refuse_while_importing_main()
         if self._is_closed:
             raise self._not_running_error("launch()")
@@ -443,7 +442,8 @@ class Fabric:
             results = "none"
         elif return_all:
             results = "all"
-        # launch() without a function only connects the processes.
+        # Without a function, launch() only connects the processes, and calls a function that does
+        # nothing.
         call = _UserCall(_return_none, args=(), kwargs={})
         if function_and_args:
             function, *args = function_and_args
@@ -456,6 +456,8 @@ class Fabric:
             self._begin_debugging(debug, self._plan.world)
         begins_job = self._session is None
         self._ensure_session("launch")  # connects this rank to the others
+        # On one device, a job that begins with the function also ends with it. A session that
+        # exists already, or that launch() without a function begins, stays for further calls.
         if function_and_args and begins_job and self._plan.world_size == 1:
             return self._call_as_whole_job(call, modules, results)
         result = call.function(self, *call.args, **call.kwargs)
@@ -478,13 +480,14 @@ class Fabric:
             debug: as in ``launch``.
         """
         launcher = self._plan.launcher
-        # Each rank calls _run_in_rank with the fabric, the rank to debug, a function, and the
-        # arguments of the function. The launcher passes no keyword arguments.
+        # The launcher calls _run_in_rank(*rank_args) in each rank, which calls the function that
+        # follows `debug` among these arguments.
         if not modules:
             spec = replace(self._plan.launch_spec, results=results)
-            return launcher.launch(_run_in_rank, (self, debug, *call), {}, spec)
-        # Each rank calls _train, whose result has the weights. The result of rank 0 is also needed
-        # if the user wants no results.
+            rank_args = (self, debug, *call)
+            return launcher.launch(_run_in_rank, rank_args, {}, spec)
+        # _train calls the user's function, and returns its result with the weights. So the launcher
+        # has to return the result of rank 0, even if the user wants no results.
         returns_result = results != "none"
         results_with_weights = "first" if results == "none" else results
         spec = replace(self._plan.launch_spec, results=results_with_weights)
@@ -507,7 +510,8 @@ class Fabric:
         """
         with self._ending_session():
             if modules:
-                # A strategy that shards would leave shards in the user's modules.
+                # The function gets copies, as in a started process: a strategy that shards would
+                # leave shards in the user's modules.
                 args, kwargs = copy.deepcopy((call.args, call.kwargs))
                 returns_result = results != "none"
                 trained = _train(self, call.function, args, kwargs, returns_result)
@@ -517,11 +521,11 @@ class Fabric:
             return self._select_results(result, results)
 
     def _select_results(self, result: Any, results: _Results) -> Any:
-        """Return what ``launch`` returns in a rank. Collective if this is the results of all ranks.
+        """Return what ``launch`` returns in a rank. Collective if ``results`` is ``"all"``.
 
         Args:
             result: the result of this rank.
-            results: which results to return. For ``"first"``, each rank returns its own result.
+            results: which results to return. With ``"first"``, each rank returns its own result.
         """
         if results == "none":
             return None
@@ -547,7 +551,7 @@ class Fabric:
         if function_and_args:
             _require_callable_in_ranks(self, function_and_args, kwargs)
             return
-        # Keyword arguments are for a function.
+        # Keyword arguments need a function that takes them.
         lacks_function = bool(kwargs) or (not is_rank and plan.launcher.runs_function)
         if lacks_function:
             raise UsageError(
@@ -557,7 +561,7 @@ class Fabric:
                 expected="a function whose first argument is the Fabric: def train(fabric): ...",
                 suggestion="fabric.launch(train), or fabric.launch(train, 1, 2) with arguments",
             )
-        # With a function, a second launch() runs the function in the ranks that exist.
+        # A second launch() is valid only with a function, which returned above.
         if is_rank and self._session is not None:
             raise UsageError(
                 f"fabric.launch() on rank {self.global_rank}",
@@ -583,7 +587,7 @@ class Fabric:
         request = f"fabric.launch(..., debug={debug!r})"
         parameters: Iterable[str] = ()
         if function_and_args:
-            with suppress(TypeError, ValueError):  # of a function written in C
+            with suppress(TypeError, ValueError):  # a function written in C has no signature
                 parameters = inspect.signature(function_and_args[0]).parameters
         if isinstance(debug, bool) or "debug" in parameters:
             raise ConfigurationError(
@@ -634,14 +638,15 @@ class Fabric:
         self._close(self._loggers.close)
 
     def _close(self, close_loggers: Callable[[str], None]) -> None:
-        """Close everything. A second call does nothing.
+        """Close the session and the loggers. A second call does nothing.
 
         Args:
-            close_loggers: closes the loggers, and gets the status of the job.
+            close_loggers: closes the loggers. The argument is the status of the job, ``"success"``
+                or ``"failed"``. Called on rank 0 and in the launching process.
         """
         if self._is_closed:
             return
-        # Set first, so that an error below does not let a second call close anything again.
+        # Set first, so that a second call closes nothing again, even if this call raises.
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
         # When the block ends, the stack calls the callbacks in reverse order: the session closes
@@ -678,8 +683,8 @@ class Fabric:
             except CheckpointError as error:
                 if exception is None:
                     raise
-                # A save in the background has failed, often because of the exception. The user has
-                # to see the exception itself, and not the failed save.
+                # A background save has failed, often because of the exception in the block. The
+                # user should see the exception, and the failed save only as a note.
                 exception.add_note(f"In addition: {error}")
 
     # The overloads overlap: without optimizers the result is not a tuple, and every module is also
@@ -982,7 +987,7 @@ class Fabric:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             _refuse_loss(tensor)  # always raises
         if tensor.numel() != 1 and not args and not kwargs:
-            # Only with the argument `gradient`, torch differentiates a tensor of several elements.
+            # torch can differentiate several elements only with the argument `gradient`.
             _refuse_loss(tensor)
         is_plain = weight is None and optimizer is None and reduce == "mean"
         if is_plain and self._session is None:
@@ -1105,8 +1110,8 @@ class Fabric:
         """
         models = find_fabric_modules("no_backward_sync", module)
         if enabled and self._session is not None and self._session.scaler is not None:
-            # Ranks have different gradients until the next synchronization. The scaler then has to
-            # ask all ranks before it changes the scale.
+            # Until the next synchronization, gradients may overflow on one rank alone. From now on
+            # the scaler asks all ranks before it changes the scale.
             self._session.scaler.accumulates = True
         prepared: list[nn.Module] = []
         for model in models:
@@ -1211,6 +1216,7 @@ class Fabric:
         )
 
     def _log_if_there_are_loggers(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics of fabric's own, without the warning of :meth:`log_dict` for no loggers."""
         if self.loggers:
             self.log_dict(metrics, step)
 
@@ -1263,8 +1269,8 @@ class Fabric:
             CollectiveMismatchError: the calls differ between processes.
         """
         op = Reduce(reduce_op)
-        # The ranks of a tensor-parallel group hold the same samples. So the communicator of a sum
-        # or product over the whole job has one rank of each such group.
+        # The ranks of a tensor-parallel group hold the same samples. A sum must count them once, so
+        # the communicator depends on the reduction.
         communicator = self._communicator("all_reduce", group, op)
         return collectives.all_reduce(communicator, data, op)
 
@@ -1380,10 +1386,9 @@ class Fabric:
             ConfigurationError: a tensor has no entry for each sample of the batch.
         """
         session = self._ensure_session("gather_for_metrics")
-        # This communicator connects only ranks that read different batches: each sample counts
-        # once.
+        # Only ranks that read different batches, so that each sample counts once.
         communicator = session.strategy._data_parallel_communicator()
-        # The running loops know which samples of a batch repeat earlier ones and must be removed.
+        # The running loops know which samples of a batch repeat earlier samples.
         return gather_batch(communicator, session.active_loops, data, loader)
 
     def compute_metrics(self, metrics: Any) -> Any:
@@ -1397,7 +1402,7 @@ class Fabric:
             The result of ``metrics.compute()``, the same on every process.
         """
         session = self._ensure_session("compute_metrics")
-        # This communicator connects only ranks that hold different data: each sample counts once.
+        # Only ranks that hold different samples, so that each sample counts once.
         communicator = session.strategy._distinct_samples_communicator()
         return compute_metrics(communicator, metrics)
 
@@ -1563,7 +1568,7 @@ class Fabric:
         is_requeued_here = requeue and self.global_rank == 0
         stop_request = self._ensure_session("exit_preempted").stop_request
         waits_for_ray = stop_request.is_preempted_by_ray()
-        # The function of the same name calls teardown(), which waits for unfinished saves.
+        # This calls the imported function. It calls teardown(), which waits for unfinished saves.
         exit_preempted(self.teardown, is_requeued_here, waits_for_ray)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -1726,7 +1731,7 @@ class Fabric:
         refuses_code = weights_only is not False  # None means True
         session = self._ensure_session("load")
         if rng:
-            # The load comes later. A process whose streams were not saved keeps these streams.
+            # This process keeps these streams if the checkpoint has no streams for it.
             self._separate_random_streams(session)
         with session.checkpoint_coordinator(phase="load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
@@ -1871,17 +1876,17 @@ class Fabric:
             seed: the seed, ``0 <= seed < 2**32``. None draws one, the same for all processes.
             workers: whether loader workers of different processes get different streams, in loaders
                 that are set up from now on. If not, worker k has the same stream on every process.
-            per_rank: whether each process gets streams of its own. ``"after_setup"`` gives all
-                processes the same streams to build the model and the data, and each process its own
-                ones from the next ``setup`` of a module, or ``load``, on: for dropout masks and
-                other noise. The first process then continues its streams, so that a job of one
-                process is the plain loop. Processes that read the same batch, as under tensor
-                parallelism, always have the same streams.
+            per_rank: whether each process gets different streams. With ``"after_setup"`` all
+                processes build the model and the data from the same streams, and get different ones
+                in the next ``setup`` of a module or ``load``, for dropout masks and other noise.
+                The first process then keeps its streams, so that a job of one process is the plain
+                loop. Processes that read the same batch, as under tensor parallelism, always have
+                the same streams.
 
         Raises:
             ConfigurationError: the seed is out of range, or ``per_rank`` has another value.
         """
-        # In Lightning the method is static. A call on the class passes the seed as `self`.
+        # In Lightning the method is static. Here, Fabric.seed_everything(1) has the seed as `self`.
         if not isinstance(self, Fabric):
             raise UsageError(
                 "Fabric.seed_everything(...)",
@@ -1893,7 +1898,8 @@ class Fabric:
                 f"fabric.seed_everything(per_rank={per_rank!r})",
                 expected='True, False or "after_setup"',
             )
-        # Before the launch this process is seeded as rank 0, and the ranks repeat the call later.
+        # Before the launch, this process is seeded as rank 0. Each rank repeats the call when it
+        # starts.
         world = self._plan.world or World()
         must_draw_on_rank0 = seed is None and world.world_size > 1
         if must_draw_on_rank0:
@@ -1903,8 +1909,7 @@ class Fabric:
             seed = self.broadcast(seed)
         rank = world.rank
         if self._session is not None:
-            # The setup of a module synchronizes the streams of ranks that read the same batch. Here
-            # they get equal streams without communication.
+            # Ranks that read the same batch need equal streams, and so get the same number.
             rank = self._session.data_parallel_rank
         seed = seed_everything(seed, rank=rank, per_rank=per_rank is True)
         self._seeding = _Seeding(seed, workers, per_rank)
@@ -1914,7 +1919,8 @@ class Fabric:
     def _separate_random_streams(self, session: Session) -> None:
         """Give each rank random streams of its own, if ``per_rank="after_setup"`` asks for it.
 
-        Called after the setup of a module, and before a load, which may restore later states.
+        Called after the setup of a module. Also called before a load, which then replaces the
+        streams by those of the checkpoint, if any.
         """
         if self._has_to_separate_random_streams:
             assert self._seeding is not None, "seed_everything() sets both"
@@ -2130,16 +2136,15 @@ class Fabric:
         """
         self._loggers.add(logger)
         if self._session is not None:
-            # The library of the logger, such as W&B, may have an exit handler of its own, after
-            # which a run cannot be marked as finished or failed any more.
+            # The logger's library, such as W&B, may have added an exit handler that ends the run.
+            # Register again, so that this Fabric closes before, and can still report its status.
             self._register_exit_handler()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a started rank gets, when the launcher pickles this object.
 
-        They include the attributes of a subclass. The launcher and the session belong to the
-        launching process alone, and the launcher may not be picklable. The Fabric of a rank is
-        always open at first.
+        The attributes include those of a subclass. The session and the launcher stay in the
+        launching process, and the launcher may not be picklable. The Fabric of a rank is open.
         """
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_is_closed": False}
@@ -2156,7 +2161,7 @@ class Fabric:
         if debug is not None and world is not None:
             self._begin_debugging(debug, world)
         self._ensure_session("launch")  # connects this process to the others
-        # The launching process was seeded before this process existed.
+        # Repeat the call that the launching process made before this process existed.
         if self._seeding is not None:
             self.seed_everything(
                 self._seeding.seed,
@@ -2195,9 +2200,10 @@ class Fabric:
 
     @contextmanager
     def _ending_session(self) -> Iterator[None]:
-        """End the session after the block, so that no process group is left to a later launch.
+        """End the session after the block. A later ``launch`` begins a new session.
 
-        The Fabric stays open: the next call that needs a device begins a new session.
+        A job that ``launch`` runs in this process ends with its function, as jobs in started
+        processes do. The Fabric stays open.
         """
         try:
             yield
@@ -2237,13 +2243,13 @@ class Fabric:
         Args:
             method_name: the name of the method that needs the collectives, for errors.
             group: a result of :meth:`new_group`, a process group of torch, or None.
-            op: the reduction, if the method has one. If several ranks hold the same data, a sum or
-                product over the whole job counts the data once.
+            op: the reduction. For a sum or product over the whole job, the communicator has one of
+                the ranks that hold the same samples. None for methods without a reduction.
         """
         return self._ensure_session(method_name).strategy.communicator(group, op)
 
     def _connected_world(self, method_name: str) -> World:
-        """Return the ranks of this process, or raise a UsageError in the launching process."""
+        """Return the place of this process in the job. Raise in a process that is no rank."""
         if self._plan.world is None:
             raise self._not_running_error(method_name)
         return self._plan.world
@@ -2253,9 +2259,9 @@ class Fabric:
         return self._plan.world is None or self._plan.world.rank == 0
 
     def _register_exit_handler(self) -> None:
-        """Have the interpreter close this Fabric before it calls handlers of earlier calls.
+        """Have the interpreter close this Fabric before it calls exit handlers set so far.
 
-        A second call moves the handler to the front, since handlers run in reverse order.
+        Handlers run in reverse order. So a second call registers the handler anew, as the latest.
         """
         atexit.unregister(self._close_at_exit)
         atexit.register(self._close_at_exit)
@@ -2271,8 +2277,8 @@ class Fabric:
         try:
             self._close(self._loggers.close_at_exit)
         except BaseException:
-            # An exception in an exit handler does not change the exit code of the process. This
-            # call returns, and makes the process end with code 120 after the other exit handlers.
+            # An exception in an exit handler does not change the exit code. This call has the
+            # process end with code 120 after the other exit handlers.
             exit_with_late_error()
             raise
 
@@ -2282,11 +2288,11 @@ _ARGUMENTS = inspect.getfullargspec(Fabric.__init__).kwonlyargs
 
 
 def _refuse_loss(loss: Any) -> NoReturn:
-    """Raise because no gradient can be computed for the first argument of ``backward``.
+    """Raise the error for an argument of ``backward`` without a gradient. Always raises.
 
     Raises:
         ArgumentTypeError: the argument is not a tensor.
-        UsageError: it was not computed from a parameter, or has several elements.
+        UsageError: the tensor was not computed from a parameter, or has several elements.
     """
     request = f"fabric.backward({type(loss).__name__})"
     if not isinstance(loss, Tensor):
@@ -2367,7 +2373,7 @@ def _require_callable_in_ranks(
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function written in C
+    except (TypeError, ValueError):  # a function written in C has no signature to check
         return
     try:
         signature.bind(fabric, *args, **kwargs)
@@ -2396,16 +2402,16 @@ def _run_in_rank(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run the user's function in a process that a launcher has started. The launcher calls this.
+    """Run a function in a process that a launcher has started. The launcher calls this.
 
     Args:
         fabric: the copy of the user's Fabric that this process has received.
         debug: the rank that gets the terminal, or None.
-        function: the function that the user passed to ``launch``.
+        function: the user's function, or :func:`_train`, which calls the user's function.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
     """
-    # The launcher has put the rank of this process into the environment.
+    # Before this call, the launcher has set the variables of this process's rank.
     fabric._join_job(World.from_env(os.environ), debug)
     with fabric:
         return function(fabric, *args, **kwargs)
@@ -2427,7 +2433,8 @@ def _train(
         function: the function that the user passed to ``launch``.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
-        returns_result: whether to return what the function returns. It may not be picklable.
+        returns_result: whether to return the result of the function. A result that is not wanted
+            may not be picklable.
 
     Raises:
         UsageError: the function has closed the Fabric, and with it the process group.
@@ -2463,8 +2470,8 @@ def _take_weights(modules: Sequence[nn.Module], outcome: Any) -> Any:
 def _gather_results(communicator: Communicator, result: Any) -> list[Any]:
     """Return the results of all ranks by rank, in a job that is running. Collective.
 
-    The results of other ranks are pickled as in a launch, with tensors on the CPU. A single process
-    gets its own object.
+    Results are pickled as in a launch, with tensors on the CPU. In a job of one process, the result
+    is not copied.
 
     Raises:
         FabricError: the result of a rank does not pickle. Every rank raises the error.
@@ -2476,7 +2483,7 @@ def _gather_results(communicator: Communicator, result: Any) -> list[Any]:
     try:
         pickled_result = dump_result(result)
     except ArgumentTypeError as caught:
-        error = caught
+        error = caught  # this rank takes part in the collective, which raises on every rank
     pickled_results = communicator.gather_objects(pickled_result, error=error)
     return list(map(load, pickled_results))
 
@@ -2484,8 +2491,8 @@ def _gather_results(communicator: Communicator, result: Any) -> list[Any]:
 def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the ``run`` method of a subclass, so that calling the method launches the job.
 
-    Without a session the wrapper launches itself. In each rank, ``launch`` begins the session and
-    then calls the wrapper with the rank's Fabric, and the wrapper calls ``run``.
+    The wrapper runs twice. The user's call has no session, and passes the wrapper to ``launch``. In
+    each rank, ``launch`` begins the session and calls the wrapper, which calls ``run``.
     """
 
     @functools.wraps(run)
@@ -2493,8 +2500,8 @@ def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:
         """Call ``run`` in a rank whose session is running. Launch the job otherwise."""
         if self._session is not None:
             return run(self, *args, **kwargs)
-        # Launch the wrapper and not run: functions are pickled by name, and the name of the method
-        # stands for the wrapper. launch() passes the Fabric as the first argument.
+        # Not `run`: functions are pickled by name, and under this name the class has the wrapper.
+        # launch() passes the Fabric as the first argument.
         return self.launch(launch_or_run, *args, **kwargs)
 
     return launch_or_run
