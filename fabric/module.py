@@ -334,7 +334,7 @@ def _delegating_method(name: str) -> Callable[..., Any]:
     may_change_dtype = name in _CONVERSIONS
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
-        """Call the method of the user's module. Where it returns that module, return ``self``."""
+        """Call the method of the user's module. Return ``self`` if it returns the module."""
         if may_change_dtype and self._fabric_contract is not None:
             # Raises if the call would change the dtype in which gradients are synchronized.
             self._fabric_contract.check_conversion(name, args, kwargs)

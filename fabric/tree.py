@@ -316,7 +316,9 @@ def _identity(items: dict[Any, Any]) -> dict[Any, Any]:
 def _split_registered(
     tree: Tree, values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]
 ) -> _Level:
-    """Return one level of an object whose type is registered with torch's pytree.
+    """Return the path format, keys, children and rebuild function of a registered object.
+
+    The type of the object is registered with torch's pytree.
 
     Args:
         tree: the object.
@@ -341,7 +343,10 @@ def _split_registered(
 
 
 def _split_dataclass(tree: Tree) -> _Level:
-    """Return one level of an instance of a dataclass. Fields that are not set are left out."""
+    """Return the path format, field names, values and rebuild function of a dataclass instance.
+
+    Fields that are not set are left out.
+    """
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
 
@@ -354,7 +359,7 @@ def _split_dataclass(tree: Tree) -> _Level:
 
 
 def _split_dict_subclass(tree: dict[Any, Any]) -> _Level:
-    """Return one level of an object whose class derives from dict, such as an OrderedDict."""
+    """Return the path format, keys, children and rebuild function of a subclass of dict."""
 
     def build(items: dict[Any, Tree]) -> Tree:
         """Return a copy of the object with the new values of ``items``."""
@@ -368,12 +373,12 @@ def _split_sequence(values: Sequence[Tree], rebuild: Callable[[list[Any]], Tree]
 
 
 def _split_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Level:
-    """Return one level of a mapping. The children are in the order of the sorted keys.
+    """Return the path format, sorted keys, children and rebuild function of a mapping.
 
     Args:
         tree: the mapping.
-        build: builds a mapping of the same type from a dict with the same keys, which is in the
-            order of insertion.
+        build: builds a mapping of the same type from a dict with the same keys, in the mapping's
+            own order.
     """
     if _STRING_TYPES.issuperset(map(type, tree)):  # the common case, which is fast
         keys = sorted(tree)
@@ -382,7 +387,7 @@ def _split_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], An
 
     def rebuild(values: list[Tree]) -> Tree:
         """Build a mapping from new values in the order of the sorted keys."""
-        items = dict(tree)  # keeps the order of insertion
+        items = dict(tree)  # in the mapping's own order
         items.update(zip(keys, values, strict=True))
         return build(items)
 
