@@ -375,6 +375,34 @@ def test_operators_that_draw_numbers_for_a_sharded_tensor_draw_those_of_one_proc
             torch.testing.assert_close(sharded_results[name], expected, msg=name)
 
 
+def fill_with_streams_of_ranks(fabric: Fabric) -> list[Tensor]:
+    """Fill the parameters of a set-up model from a random stream that differs between ranks."""
+    model = fabric.setup(Tower())
+    torch.manual_seed(fabric.global_rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+            parameter.add_(torch.rand_like(parameter))
+    return [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (4, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}),
+    ],
+)
+def test_replicas_of_a_shard_get_the_same_random_numbers(
+    ranks: int, options: dict[str, Any]
+) -> None:
+    first, *others = run_in_ranks(
+        fill_with_streams_of_ranks, ranks=ranks, strategy=FSDPStrategy(**options)
+    )
+    for parameters in others:
+        torch.testing.assert_close(parameters, first, rtol=0, atol=0)
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

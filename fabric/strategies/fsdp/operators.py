@@ -102,7 +102,7 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Fill a DTensor in place with random numbers, and return it. Not a collective.
+    """Fill a DTensor in place with random numbers, and return it. Collective as :func:`_shard` is.
 
     Each rank draws the numbers of the whole tensor, and keeps those of its shard.
     """
@@ -114,7 +114,7 @@ def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return a DTensor of random numbers in the shape of another one. Not a collective.
+    """Return a DTensor of random numbers in the shape of another one. Collective as _shard() is.
 
     Each rank draws the numbers of the whole tensor, and keeps those of its shard.
     """
@@ -135,7 +135,7 @@ def _draw_from_values(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if numbers.shape == dtensor.shape:
         return _shard(numbers, dtensor)
     mesh = dtensor.device_mesh
-    # All ranks get the numbers of the first one, since their random states may differ.
+    # All ranks get the numbers of the first rank, since ranks may have different random states.
     return distribute_tensor(numbers, mesh, [Replicate()] * mesh.ndim)
 
 
@@ -164,7 +164,10 @@ def _empty_whole(dtensor: Any) -> Tensor:
 
 
 def _shard(whole: Tensor, dtensor: Any) -> Any:
-    """Return this rank's shard of a whole tensor, split like a DTensor. Not a collective.
+    """Return this rank's shard of a whole tensor, split like a DTensor.
+
+    Collective if some ranks hold replicas of one shard: ranks may have different random states, so
+    the replicas get the numbers of the first rank of the mesh.
 
     Args:
         whole: a plain tensor of random numbers.
@@ -172,9 +175,16 @@ def _shard(whole: Tensor, dtensor: Any) -> Any:
     """
     from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import
 
+    mesh = dtensor.device_mesh
     placements: list[Any] = []
-    for placement in dtensor.placements:
+    has_replicas = False
+    for mesh_dim, placement in enumerate(dtensor.placements):
         # With a partial placement, the numbers of all ranks would be added up.
-        placements.append(Replicate() if placement.is_partial() else placement)
+        if placement.is_partial():
+            placement = Replicate()
+        placements.append(placement)
+        if placement.is_replicate() and mesh.size(mesh_dim) > 1:
+            has_replicas = True
     # Without a source rank, nothing is sent: every rank cuts its shard from its own numbers.
-    return distribute_tensor(whole, dtensor.device_mesh, placements, src_data_rank=None)
+    source = 0 if has_replicas else None
+    return distribute_tensor(whole, mesh, placements, src_data_rank=source)
