@@ -159,11 +159,12 @@ class ProcessGroupCommunicator(Communicator):
             # Backends have no complex numbers. dist.all_to_all_single() would do the same.
             copies = torch.view_as_real(copies)
             output = torch.view_as_real(output)
-        # The default group is looked up here, since a reference would keep it connected.
+        # The default group is looked up here, since a reference to it in this object would keep the
+        # group connected after the user has destroyed it.
         group = self._group or dist.group.WORLD
         assert group is not None, "the default process group was destroyed"
-        # The method of the group, since the checks of dist.all_to_all_single() take as long as a
-        # message of a few bytes. Without lengths, all rows have one length.
+        # The method of the group is called, since the checks of dist.all_to_all_single() take as
+        # long as a message of a few bytes. The two empty lists mean that all rows have one length.
         group.all_to_all_single(output, copies, [], []).wait()
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:

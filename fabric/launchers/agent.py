@@ -409,6 +409,7 @@ class _Coordinator:
             node_rank=node_rank,
         )
         self._causes.append(cause)
+        # Otherwise the generation has been ended already, and some ranks are still ending.
         if self._phase is _Phase.RUNNING:
             self._end_generation()
 
