@@ -182,7 +182,7 @@ def error_report(rank: int, error: BaseException) -> Report:
     of the traceback.
     """
     if error.__traceback__ is not None:
-        # The first frame is fabric's own, which does not help the reader.
+        # The first frame is the line of fabric that called the function.
         error = error.with_traceback(error.__traceback__.tb_next)
     formatter = traceback.TracebackException.from_exception(error)
     # Without notes, the last item has the type and the message. A SyntaxError has more items before

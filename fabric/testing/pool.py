@@ -484,7 +484,7 @@ class RankPool:
         supervisor.collect_until(grace)  # returns earlier if all ranks have ended
         for rank in supervisor.ranks:
             rank.kill()
-        # The sender threads end with their ranks. They have to end before the pipes are closed.
+        # The sender threads end with their ranks, and have to end before the pipes are closed.
         for sender_thread in self._sender_threads:
             sender_thread.join()
         self._finalizer()  # closes the supervisor and its pipes
@@ -771,7 +771,7 @@ def _install_handlers(stack_file_path: str) -> None:
     # ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The pool sends SIGUSR1 to a rank that hangs. The handler of faulthandler is written in C, so
-    # it works while the main thread waits in a collective. It needs the file to stay open.
+    # it works while the main thread waits in a collective. The handler needs the file to stay open.
     stack_file = open(stack_file_path, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
 

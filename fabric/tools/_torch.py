@@ -185,8 +185,7 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> IssuedCollective | None:
 
 # -- Profiles --------------------------------------------------------------------------------------
 
-# FSDP2 issues its collectives through two attributes of a parameter group, which are callable.
-# Each is here with the name of its collective.
+# The attributes of a parameter group that FSDP2 calls for its collectives, and their names.
 _FSDP_COLLECTIVES = {
     "_all_gather_comm": "all_gather",
     "_reduce_scatter_comm": "reduce_scatter",

@@ -108,7 +108,8 @@ class DigestTables:
     def row_hashes(self, tensor: Tensor) -> Tensor:
         """Return a hash of each row of a dense tensor, with dtype int64 on the tensor's device.
 
-        The hash of a row depends on the bits of the row, but not on its position.
+        A fingerprint compares the samples of batches by these hashes. The hash of a row depends on
+        the bits of the row, but not on its position.
         """
         rows = _real_values(tensor).flatten(1)
         elements_table, blocks_table = self._tables(rows.device)
@@ -304,7 +305,8 @@ def _scrambled_bits(values: Tensor) -> Tensor:
 
 def _build_table(length: int, stream: int) -> _Table:
     """Return a table of random numbers, which depend on the stream."""
-    # A row of keys, then the rows of weights.
+    # A row of keys, then the rows of weights. They use fewer numbers than 2**32, which the streams
+    # are apart.
     count = (1 + SKETCH_SIZE) * length
     numbers = _random_bits(torch.arange(count) + stream * 2**32).view(-1, length)
     keys = numbers[0] | 1  # odd

@@ -177,7 +177,7 @@ def _start_and_examine(processes: int, seconds: float) -> None:
 
 
 def _end_by_signal(_: int) -> None:
-    # Unlike os._exit, this lets the launcher end the ranks first.
+    """End the process by SIGTERM. Unlike ``os._exit``, this lets the launcher end the ranks."""
     raise_signal(SIGTERM)
 
 

@@ -109,7 +109,7 @@ def _header_of(session: Session, *, every: int, detail: str) -> Header:
     strategy = session.strategy
     sampler_kwargs = strategy.distributed_sampler_kwargs
     if sampler_kwargs is None:
-        # The strategy does not shard data. Each rank counts as a replica.
+        # This process reads all data, so each rank of the world is a replica.
         sampler_kwargs = {"rank": runtime.world.rank, "num_replicas": runtime.world.world_size}
     device = runtime.device
     device_name = platform.machine()

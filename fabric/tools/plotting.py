@@ -78,8 +78,8 @@ def _read_panels(tables: list[Path]) -> _Panels:
             # The cell is empty if the metrics were logged without a step. Then the row counts.
             step = float(row.pop("step") or row_number)
             for name, cell in row.items():
-                # A cell is empty if the metric was not logged in this row. It is None at the end of
-                # a row that a crash has cut short.
+                # A cell is empty if the metric was not logged in this row, and None if a crash has
+                # cut the row short.
                 if not cell:
                     continue
                 label = name

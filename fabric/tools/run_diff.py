@@ -220,7 +220,7 @@ class _Step:
         entry = self.ranks[rank][key]
         if not entry.shard:
             return entry
-        # Several ranks may have the same shard. It counts once.
+        # A shard that several ranks have counts once.
         digests_by_shard: dict[str, Digest] = {}
         for entries in self.ranks:
             entry_of_rank = entries.get(key)
@@ -246,8 +246,8 @@ class _Step:
             if digest is None:
                 return self.ranks[rank][key]
             # The norm has lost the sign of the loss. The first number of the sketch is the loss
-            # times a fixed random number, so this sign is that of the loss, or the opposite one for
-            # every loss of both runs.
+            # times a fixed random number. If the random number is negative, all signs of both runs
+            # are wrong, which the comparison does not notice.
             total += math.copysign(digest.norm, digest.sketch[0])
         entry = self.ranks[0][key]
         if entry.reduction == "mean":

@@ -755,8 +755,8 @@ class _Profile:
         self._collectives: list[ProfiledCollective] = []
         self._add_metadata("process_name", f"rank {self._store.rank}")
         self._add_metadata("thread_name", "phases")
-        # Closed after the last step, or by close(). It makes its calls in reverse order, so that
-        # the trace is written after the calls of _begin_recording().
+        # Closed after the last step, or by close(). An ExitStack makes its calls in reverse order,
+        # so the trace is written after the calls that _begin_recording() adds.
         self._at_end = ExitStack()
         self._at_end.callback(self._publish_and_write)
         timeline.on_step = self._on_step
