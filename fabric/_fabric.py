@@ -303,7 +303,7 @@ class Fabric:
     def device_mesh(self) -> Any:
         """The torch ``DeviceMesh`` of the strategy, or None.
 
-        ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
+        The strategy ``"model_parallel"`` has a mesh from the start, and ``"fsdp"`` after ``setup``.
         """
         meshes = self._ensure_session("device_mesh").runtime.meshes
         # The first mesh is the mesh of the strategy.
@@ -611,7 +611,7 @@ class Fabric:
 
         Args:
             debug: the rank that gets the terminal.
-            world: the rank of this process.
+            world: the place of this process in the job.
         """
         # A watchdog of zero prints no hang reports.
         self._plan = replace(self._plan, timeout=DEBUG_TIMEOUT, watchdog=timedelta(0))
@@ -962,11 +962,11 @@ class Fabric:
         Args:
             tensor: the loss.
             *args: the arguments of ``Tensor.backward``.
-            weight: the number of terms that the loss sums up on this process, zero or more.
-                ``clip_gradients`` or ``step`` then turns the gradients into those of the sum of all
-                losses divided by the sum of all weights, over all processes and all losses since
-                the last step or ``zero_grad``. A weight may be a tensor on a CUDA device, which is
-                not waited for. None leaves the loss as it is.
+            weight: the number of terms that the loss sums up on this process, zero or more. The
+                step then uses the gradients of a mean: the sum of all losses divided by the sum of
+                all weights, over all processes and all losses since the last step or ``zero_grad``.
+                ``clip_gradients`` or ``step`` divides the gradients. A weight may be a tensor on a
+                CUDA device, which is not waited for. None leaves the loss as it is.
             optimizer: the optimizer or optimizers that the loss is for. None means all that are set
                 up.
             reduce: ``"mean"``, the default, gives the gradients of the mean of the losses of all
@@ -979,8 +979,8 @@ class Fabric:
                 :class:`fabric.module.FabricModule`); losses with and without a weight, or for
                 different optimizers, are added up in one gradient; all weights of a step are zero;
                 ``reduce="sum"`` where gradients are not averaged over all processes; or, in the
-                first steps, the loss of a weight is a mean. Or no gradient can be computed: the
-                loss has several elements, or was not computed from a parameter.
+                first steps, a loss with a weight is a mean. Or the loss has no gradient: it has
+                several elements, or was not computed from a parameter.
             ArgumentTypeError: ``tensor`` is not a tensor.
             ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
         """
@@ -1040,9 +1040,10 @@ class Fabric:
     ) -> Tensor:
         """Clip gradients in place, and return their norm.
 
-        Collective if gradients are sharded or weighted. A loss scale is removed from the gradients
-        first. If scaled gradients have overflowed, the step will be skipped, and a norm that is not
-        finite is not an error. Pass exactly one of ``clip_val`` and ``max_norm``.
+        Collective if gradients are sharded, weighted or of a parameter list, or if they are scaled
+        and differ between processes. A loss scale is removed from the gradients first. If scaled
+        gradients have overflowed, the step will be skipped, and a norm that is not finite is not an
+        error. Pass exactly one of ``clip_val`` and ``max_norm``.
 
         Args:
             module: the set-up module of the parameters, several modules, or a module around them.
@@ -1568,7 +1569,8 @@ class Fabric:
         is_requeued_here = requeue and self.global_rank == 0
         stop_request = self._ensure_session("exit_preempted").stop_request
         waits_for_ray = stop_request.is_preempted_by_ray()
-        # This calls the imported function. It calls teardown(), which waits for unfinished saves.
+        # The imported function, not this method: ends the process after teardown(), which waits for
+        # unfinished saves.
         exit_preempted(self.teardown, is_requeued_here, waits_for_ray)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -2153,8 +2155,8 @@ class Fabric:
         """Connect a process that a function launcher has started to the job. Collective.
 
         Args:
-            world: the rank of this process. None if the environment contains no rank, for which
-                this method raises.
+            world: the place of this process in the job. None if the environment contains no
+                rank, in which case this method raises.
             debug: the rank that gets the terminal, or None.
         """
         self._plan = replace(self._plan, world=world)

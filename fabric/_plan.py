@@ -143,7 +143,7 @@ class _ExistingJob(NamedTuple):
 
     Attributes:
         environment: the launcher that was recognized by its environment variables.
-        world: the rank of this process in the job.
+        world: the place of this process in the job.
     """
 
     environment: Environment
@@ -170,7 +170,7 @@ class Plan:
         num_nodes: the number of nodes.
         precision: the dtypes of parameters, computation and outputs.
         strategy: the parallel strategy.
-        world: the rank of this process. None if the launcher is still to start the processes.
+        world: the place of this process in the job. None in a process that starts the others.
         launcher: the launcher of the processes. It starts nothing if they exist already.
         launch_spec: the number and the kind of the processes that the launcher starts on each node.
         started_by: the name of what starts the processes of this job.
@@ -280,14 +280,14 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
 
 
 def refuse_unknown_arguments(names: Iterable[str], known_names: Iterable[str]) -> None:
-    """Raise if the constructor of ``Fabric`` got arguments that it does not have.
+    """Raise for the first argument that the constructor of ``Fabric`` does not have.
 
     Args:
-        names: the names of these arguments.
+        names: the names of the unknown arguments of the call. Empty if the call is right.
         known_names: the names of the arguments of the constructor.
 
     Raises:
-        ArgumentTypeError: there is such an argument.
+        ArgumentTypeError: there is an unknown argument.
     """
     for name in names:
         suggestion = KEYWORDS.get(name, "")
@@ -341,8 +341,8 @@ def _add_run_options(options: _Options, env: Mapping[str, str]) -> None:
 
     Raises a ConfigurationError if an option contradicts an argument.
     """
-    # The processes of `fabric run` keep its variables. A Fabric with environment="none" begins a
-    # job of its own inside of such a process.
+    # A process of `fabric run` may create a Fabric with environment="none". This Fabric begins a
+    # job of its own, to which the variables of `fabric run` do not apply.
     if options["environment"] == "none":
         return
     for argument, variable in RUN_VARIABLES.items():
@@ -364,7 +364,7 @@ def _add_strategy_options(options: _Options, strategy: Strategy) -> None:
     devices = strategy.parallel_devices
     accelerator: Any = strategy.accelerator
     if accelerator is None and devices:
-        accelerator = devices[0].type  # a job has devices of one type
+        accelerator = devices[0].type  # all devices of a job have one type
     # A value that is the default of the constructor is not a request of the user.
     timeout = None
     if strategy.timeout != DEFAULT_TIMEOUT:
@@ -423,8 +423,8 @@ def _is_undecided(value: Any) -> bool:
 def _comparable_text(argument: str, value: Any) -> str:
     """Return a text that is equal for equal values of an argument, whatever their types.
 
-    The values ``2``, ``"2"``, ``[0, 1]``, ``"0,1"`` and ``CUDAAccelerator()`` come from different
-    sources.
+    Different sources write a value in different ways. For example, ``2`` and ``"2"`` give the same
+    text, and so do ``[0, 1]`` and ``"0,1"``, or ``CUDAAccelerator()`` and ``"gpu"``.
     """
     if argument == "precision":
         return parse_precision(value).name
@@ -597,7 +597,7 @@ def _similar_name(argument: str, name: str, names: Sequence[str]) -> str:
         name: the name that does not exist.
         names: the names that exist.
     """
-    # Names of other libraries, such as "fp16", and ours for the same thing.
+    # Names of other libraries, such as "deepspeed", and ours for the same thing.
     foreign_names = _FOREIGN_NAMES.get(argument, {})
     replacement = find_foreign_name(name, foreign_names)
     if replacement is not None:
@@ -841,7 +841,7 @@ def _choose_launcher(
         options: the arguments of ``Fabric``.
         strategy: the strategy, whose start method is used if ``Fabric`` has no launcher.
         launch_spec: the processes of this node.
-        world: the rank of this process. None if processes are to be started.
+        world: the place of this process in the job. None if processes are to be started.
         job: the job that this process was started for, or None.
 
     Raises:
@@ -886,7 +886,7 @@ def _refuse_second_launch(launcher: Launcher, job: _ExistingJob | None) -> None:
 
 
 def _find_world(job: _ExistingJob | None, num_processes: int) -> World | None:
-    """Return the rank of this process, or None if the launcher is to start processes.
+    """Return the place of this process in the job, or None if it has to start the processes.
 
     A job of one process runs in this process, without a launcher.
     """

@@ -168,12 +168,12 @@ def synchronize_batch_norms(
     """
     if communicator.size == 1:
         return
+    # All layers are checked before the first one is changed.
     layers: list[_BatchNorm] = []
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm):
             _check_layer(name, layer)
             layers.append(layer)
-    # All layers are checked before the first one is changed.
     ranks = _RanksOfLayers(communicator)
     cleanup.callback(ranks.disconnect)
     sync_class: type[_BatchNorm] = SyncBatchNorm

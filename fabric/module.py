@@ -199,7 +199,8 @@ class FabricModule(nn.Module):
         """Return an attribute of the user's module. Python calls this if this object lacks it.
 
         A forward method is returned as a function that runs the method through the prepared module.
-        Other methods are returned with checks of bypass calls if the strategy needs the checks.
+        Under a strategy that synchronizes in forward, the guard wraps all other methods, to find a
+        backward pass through them.
         """
         # Not self._fabric_uncompiled: if that attribute is not set yet, as during unpickling, the
         # access would call this method without end.

@@ -42,7 +42,7 @@ class Runtime:
     :meth:`close`.
 
     Attributes:
-        world: the rank of this process and the number of processes.
+        world: the place of this process in the job.
         accelerator: the kind of the device.
         devices: the devices of this node, in the order of local ranks. A strategy that drives
             several devices from one process has all its devices here.
@@ -84,7 +84,7 @@ class Runtime:
         # element, although the local rank may be larger than 0.
         self.device = self.devices[self.world.local_rank % len(self.devices)]
         # start() replaces the store and the communicator if there are other processes.
-        self.store = JobStore(dist.HashStore(), 0, 1)
+        self.store = JobStore(dist.HashStore(), rank=0, size=1)
         self.communicator: Communicator = LocalCommunicator(self.device)
         self.recorder: FlightRecorder | None = None
         self.reporter: HangReporter | None = None

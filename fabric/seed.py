@@ -170,9 +170,10 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: states from which the caller has drawn since. A stream with equal states in
-                ``state`` and ``unless`` has drawn from its own state, and keeps its position after
-                the draw. Empty, the default, restores every stream.
+            unless: states to compare with. A stream whose states in ``state`` and ``unless`` are
+                equal is not set. Pass the states from which numbers were drawn meanwhile: for
+                such a stream these are its own numbers, and must not be drawn again. Empty, the
+                default, sets every stream.
         """
         for name in self.global_streams:
             if name not in state:
@@ -218,7 +219,7 @@ def stream_digests() -> dict[str, str]:
     digests: dict[str, str] = {}
     for name, stream_state in state.items():
         if isinstance(stream_state, torch.Tensor):
-            stream_state = stream_state.tolist()
+            stream_state = stream_state.tolist()  # the repr of a tensor leaves elements out
         digest = hashlib.blake2b(repr(stream_state).encode(), digest_size=8)
         digests[name] = digest.hexdigest()
     return digests

@@ -325,8 +325,8 @@ def _split_registered(
         values: the children that the registered function returns, in its order.
         rebuild: builds the object from new children in the same order.
     """
-    # A registered mapping may declare children that are not its entries. These children have no
-    # keys, so the mapping is split as a sequence.
+    # A registered mapping is split by its sorted keys, as a dict is. But a mapping may declare
+    # children that are not its entries. Such children have no keys, and are split as a sequence.
     has_entries_as_children = (
         isinstance(tree, Mapping)
         and len(tree) == len(values)
