@@ -24,9 +24,10 @@ def adapters_of(user_module: nn.Module) -> list[str]:
 
 
 def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[str, str]:
-    """Return the names of an adapter's tensors in the model, by their names in the adapter's file.
+    """Return a dict from the names of tensors in an adapter's file to their names in the model.
 
-    PEFT knows the names in the file. Its code does not communicate, even for a sharded model.
+    PEFT selects the tensors of the adapter and gives them the names of the file. It does not
+    communicate, even for a sharded model.
 
     Args:
         user_module: the user's own module.
@@ -48,8 +49,8 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
     saved = get_peft_model_state_dict(uncompiled(user_module), tensors, adapter_name=adapter)
     names: dict[str, str] = {}
     for saved_name, value in saved.items():
-        # PEFT selects and renames tensors, which are found again by their ids. A tensor that PEFT
-        # has computed may come from a shard.
+        # PEFT returns the tensors themselves, so their ids lead back to the names in the model. A
+        # tensor that PEFT has computed has no name in the model.
         if id(value) not in names_by_id:
             problem = f"PEFT computes {saved_name} from other tensors, which may be shards"
             raise ConfigurationError(f"the adapter {adapter!r}", problem)
@@ -61,13 +62,13 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
 
 
 def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[str, str]:
-    """Return the names in the model by the names in a file, for the adapter to load into.
+    """Return a dict from the names in an adapter's file to the names in the model to load into.
 
-    If the model has several adapters, this is the adapter called ``"default"``.
+    If the model has several adapters, the file is loaded into the adapter called ``"default"``.
 
     Args:
-        request: what the user asked for.
-        user_module: the user's own module.
+        request: what the user asked for, for the error.
+        user_module: the user's own module. It has at least one adapter.
         state: the names and values of the module, possibly as shards.
 
     Raises:

@@ -99,9 +99,9 @@ def inspect_on_all_ranks(
 ) -> tuple[T, BadTensor | None]:
     """Run a step as :func:`run_on_all_ranks` does, and agree on the bad tensor that it returns.
 
-    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. One message tells
-    whether the step has failed, and whether a rank has a bad tensor. If so, the first of these
-    ranks broadcasts its bad tensor.
+    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. The ranks agree in
+    one message on the first rank that failed and on the first rank that has a bad tensor. The
+    latter rank then broadcasts its bad tensor.
 
     Args:
         communicator: the ranks.
@@ -148,7 +148,8 @@ def _first_ranks_with_true(communicator: Communicator, answers: Sequence[bool]) 
         The first ranks, the same on all ranks. None for a question that no rank answers with true.
     """
     size = communicator.size
-    # 0 stands for false. Of the ranks whose answer is true, the first rank has the largest number.
+    # An answer that is true becomes a number that is larger for earlier ranks, and false becomes 0.
+    # So the maximum over the ranks tells the first rank whose answer is true.
     priorities = [0] * len(answers)
     for index, answer in enumerate(answers):
         if answer:
@@ -172,26 +173,25 @@ def _result_of(
     failed, the same on all ranks, or None.
     """
     if failed_rank is None:
-        # The result of a step may be None, so there is nothing to assert.
+        # Any: None may be the result of the step, so "is not None" would be wrong here.
         result: Any = attempt.result
         return result
     error = attempt.error
-    # The class that the other ranks raise. Callers catch the classes in _ERROR_CLASSES, so the
-    # other ranks have to raise them, too.
-    error_class = CheckpointError
+    # Callers catch the classes in _ERROR_CLASSES, so the ranks that did not fail raise them, too.
+    class_to_send = CheckpointError
     if type(error) in _ERROR_CLASSES:
-        error_class = type(error)
+        class_to_send = type(error)
     # Only the message of failed_rank is sent. The other ranks need an argument nevertheless.
-    message = (f"{type(error).__name__}: {error}", error_class)
+    message = (f"{type(error).__name__}: {error}", class_to_send)
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:
-        raise error
+        raise error  # this rank failed, too, and raises its own error
     problem = f"it failed on rank {failed_rank} of {communicator.size}: {text}"
     raise error_class(f"{request} on rank {communicator.rank}", problem)
 
 
 def gather_on_first(communicator: Communicator, value: T) -> list[T]:
-    """Return the values of all ranks on rank 0, and an empty list on other ranks. Collective.
+    """Return on rank 0 the values of all ranks, and on other ranks an empty list. Collective.
 
     Other ranks receive nothing: only rank 0 needs memory for the values of all ranks.
     """

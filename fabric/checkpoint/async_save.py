@@ -48,7 +48,8 @@ class PendingSave:
         """Start a thread that calls ``write``, which saves the checkpoint to ``path``."""
         self.path = path
         self.is_raised = False
-        # The executor is never shut down: at exit, the interpreter waits for its thread.
+        # The executor is not shut down. The interpreter waits for its thread at exit, so a program
+        # that ends early does not cut off the save.
         self._future = ThreadPoolExecutor(1, "fabric-save").submit(write)
 
     def done(self) -> bool:
@@ -58,8 +59,8 @@ class PendingSave:
     def exception(self) -> BaseException | None:
         """Wait for the end of the save, and return its error or None. Not a collective.
 
-        The caller then knows the error. The next save or load, and the end of the job, do not raise
-        it again.
+        Since the caller gets the error, the next save or load, and the end of the job, do not raise
+        the error again.
         """
         error = self._future.exception()
         self.is_raised = True
@@ -140,8 +141,8 @@ class StagingBuffers:
     def _release_buffers(self) -> None:
         """Make the buffers of the present copy available to the next copy, and end the copy.
 
-        Buffers that this copy did not use are freed. The next state usually has the same sizes as
-        this one, and does not need them either.
+        Buffers that this copy did not use are freed: the next state usually has the same sizes as
+        this state, and would not use these buffers either.
         """
         self._unused_buffers.clear()
         for storage_copy in self._copies.values():
@@ -156,10 +157,11 @@ class StagingBuffers:
         The copy of a DTensor is a DTensor with a copy of the local shard. The copy of any other
         tensor has the same attributes and the same ``requires_grad``.
         """
-        # A copy of the memory would lose the flags of a conjugate or negative view.
+        # The storage of a conjugate or negative view has other values than the view. These calls
+        # compute the values of such a view.
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
-        # Only a dense tensor is a view of one storage. An empty storage has no address to tell it
-        # from others.
+        # Only a dense tensor is a view of one storage. All empty storages have the address 0, which
+        # would not tell them apart.
         is_dense = local.layout is torch.strided and not local.is_quantized
         has_storage = is_dense and local.untyped_storage().nbytes() > 0
         if has_storage:
@@ -170,8 +172,8 @@ class StagingBuffers:
         if is_dtensor(tensor):
             return dtensor_like(tensor, copied)
         if isinstance(tensor, nn.Parameter):
-            # With requires_grad=True, its default, nn.Parameter would raise for integers. The value
-            # of the original is set below.
+            # requires_grad is True by default, for which nn.Parameter would raise for integers. The
+            # last line sets the value of the original.
             copied = nn.Parameter(copied, requires_grad=False)
         # torch.save() writes the attributes that were set on a tensor, too.
         vars(copied).update(copy.deepcopy(vars(tensor)))
@@ -203,14 +205,14 @@ class StagingBuffers:
         The copy is finished when the method returns. The storage has at least one byte.
         """
         storage = local.untyped_storage()
-        # CUDA copies faster to pinned memory.
+        # A copy from a CUDA device to pinned memory is faster.
         kind = _BufferKind(storage.nbytes(), is_pinned=local.is_cuda)
         unused_buffers = self._unused_buffers[kind]
         if unused_buffers:
             buffer = unused_buffers.pop()
         else:
             buffer = torch.empty(kind.nbytes, dtype=torch.uint8, pin_memory=kind.is_pinned)
-        # Copied as 64-bit words if the size is a multiple of 8: single bytes take a third longer.
+        # If the size is a multiple of 8, 64-bit words are copied: single bytes take a third longer.
         word = torch.int64
         if kind.nbytes % 8 != 0:
             word = torch.uint8
@@ -268,7 +270,8 @@ class AsyncSaver:
     def close(self) -> None:
         """Free the buffers, wait as :meth:`join` does, and close the files.
 
-        Called at the end of the job. A save that is still running keeps its own buffers alive.
+        Called at the end of the job. A save that is still running holds references to the buffers
+        that it uses.
         """
         self.buffers = StagingBuffers()
         # The end of the block closes the files, even if join() raises.

@@ -77,7 +77,7 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
     with write_errors(request):
         _check_is_file(request, target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Removes the temporary files of earlier saves to the same target that were killed.
+        # Removes the temporary files that killed processes left when they wrote the same target.
         clear_temporaries(target.parent, re.escape(target.name))
         _drop_from_page_cache(target)
         file = _open_temporary(target)
@@ -89,11 +89,12 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
             # The temporary file is locked while it is open, so it is renamed before it is closed.
             os.replace(file.name, target)
     finally:
-        # After an error, removes the temporary file. After a success, unlink() fails, since the
-        # file has been renamed.
+        # After an error, unlink() removes the temporary file. After a success, unlink() fails: the
+        # temporary file has been renamed.
         with suppress(OSError):
             os.unlink(file.name)
-        # close() flushes again after a flush that failed. Its error must not hide the first error.
+        # After a flush that failed, close() flushes again and fails again. The second error must
+        # not hide the first one.
         with suppress(OSError):
             file.close()
     with write_errors(request):
@@ -105,7 +106,7 @@ def _check_is_file(request: str, target: Path) -> None:
 
     ``request`` is what the user asked for, for the error.
     """
-    # atomic_write() passes a link only if it is to replace the link itself.
+    # If ``target`` is a link, the link itself is replaced: atomic_write() has followed other links.
     if target.is_file() or target.is_symlink() or not target.exists():
         return
     kind = "device or a pipe"
@@ -117,12 +118,11 @@ def _check_is_file(request: str, target: Path) -> None:
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Free the memory in which the kernel caches a file, so that the next write can reuse it.
+    """Free the memory in which the kernel caches a file, so that the next write can use the memory.
 
-    This makes the write faster: with newly allocated memory, writes have taken twice as long. Does
-    nothing if there is no such file.
+    Writes that needed new memory have taken twice as long. Does nothing if there is no such file.
     """
-    # macOS has no posix_fadvise(), which raises the AttributeError.
+    # AttributeError: macOS has no posix_fadvise().
     with suppress(OSError, AttributeError), open(path, "rb") as file:
         # Offset 0 and length 0 stand for the whole file.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -141,16 +141,19 @@ def _open_temporary(target: Path) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(file.name):
             return file
-        # Another process has called clear_temporaries() before the file was locked. Try again.
+        # Another process has called clear_temporaries() before the file was locked, and removed the
+        # file. Try again.
         file.close()
 
 
 def clear_temporaries(folder: Location, names: str) -> None:
     """Remove the temporary files that killed writers left in a folder.
 
+    The temporary files of ``a.pt`` have names such as ``.a.pt.0123456789ab.tmp``.
+
     Args:
         folder: the folder.
-        names: a regular expression that the names of the temporary files' targets match.
+        names: a regular expression for the names of the files that the writers were writing.
     """
     # Matched against whole names below: a save of ``a.pt`` must not remove the temporary files of
     # ``a.pt.best``.
@@ -158,8 +161,8 @@ def clear_temporaries(folder: Location, names: str) -> None:
     for temporary in folder.iterdir():
         if not pattern.fullmatch(temporary.name) or not temporary.is_file():
             continue
-        # After an OSError the file stays: it is locked by a running writer, belongs to another
-        # user, or is gone.
+        # An OSError means that a running writer has locked the file, that the file belongs to
+        # another user, or that it is gone.
         with suppress(OSError), open(temporary, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary.unlink()
@@ -181,7 +184,7 @@ def sync_folder(folder: Path) -> None:
 def write_errors(request: str) -> AbstractContextManager[None]:
     """Return a context that converts errors of torch and the file system in a save.
 
-    The context must end before the save is committed: the error says that nothing was replaced.
+    The error says that nothing was replaced, so the context must end before the save is committed.
     ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
     converted.
 
@@ -203,7 +206,7 @@ def write_errors(request: str) -> AbstractContextManager[None]:
 def read_errors(request: str) -> Iterator[None]:
     """Convert errors of torch and the file system in a load.
 
-    The block must not run code of the user: an error of that code would be taken for damage.
+    The block must not run code of the user: an error of that code would be reported as damage.
     ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
     converted.
 
@@ -244,7 +247,10 @@ def _is_of_system(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class of an error and the first line of its text, without a stack from torch."""
+    """Return the class of an error and the first line of its text.
+
+    The further lines of an error from torch may be a stack.
+    """
     first_line, _, _ = str(error).strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
 

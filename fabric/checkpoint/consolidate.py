@@ -73,7 +73,7 @@ def consolidate(
     if output is None:
         output = _default_output(source, is_folder=max_shard_gb is not None)
     request = f"fabric consolidate {source} -o {output}"
-    if key:
+    if key is not None:
         request += f" --key {key}"
     writes_folder = max_shard_gb is not None
     if writes_folder and output.exists():
@@ -90,6 +90,7 @@ def consolidate(
     output.parent.mkdir(parents=True, exist_ok=True)
     # The scratch files are in the folder of the output, whose disk needs room for the output
     # anyway.
+    # load() calls allocate() with a meta tensor for each tensor.
     allocate = partial(_scratch_tensor, request, output.parent)
     # load() adds fabric's metadata as one more entry.
     entries = reader.load(names_to_write, allocate)
@@ -109,7 +110,7 @@ def consolidate(
 def _default_output(source: Location, is_folder: bool) -> Path:
     """Return the path to write to if the user gave none.
 
-    The path is beside the checkpoint or, for a remote checkpoint, in the working folder.
+    The path is beside the checkpoint. For a remote checkpoint, the path is in the working folder.
 
     Args:
         source: the sharded checkpoint.
@@ -154,11 +155,10 @@ def _is_model_state(entry: Mapping[Any, Any]) -> bool:
     A state dict of a module contains tensors, and may contain plain extra values. Mappings and
     sequences are signs of another object: the state dict of an optimizer contains them.
     """
-    types = {type(value) for value in entry.values()}
-    # The exact type: the reader of a checkpoint returns plain tensors.
-    if Tensor not in types:
-        return False
-    return not any(issubclass(kind, Mapping | list | tuple) for kind in types)
+    # The reader of a checkpoint returns tensors of exactly this type.
+    has_tensor = any(type(value) is Tensor for value in entry.values())
+    has_collection = any(isinstance(value, Mapping | list | tuple) for value in entry.values())
+    return has_tensor and not has_collection
 
 
 def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -195,8 +195,8 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
         # macOS has no posix_fallocate().
         if hasattr(os, "posix_fallocate"):
-            # Raises if the disk is full. Without it, a write to the mapping would kill this process
-            # (SIGBUS).
+            # Raises if the disk is full. Without this call, a write to the mapping would then kill
+            # this process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, meta.nbytes)
         # from_file() needs a path. The file has no name, but its descriptor has this path. The
         # mapping remains valid after the file is closed.
@@ -208,12 +208,12 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
 def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file of full tensors, which ``tensors`` has by name.
 
-    The format cannot express that tensors share memory, so tied tensors are written twice.
+    The format cannot express that tensors share memory, so tied tensors are each written in full.
     ``request`` is what the user asked for, for errors.
     """
     chunks = {}
     for name, tensor in tensors.items():
-        # A single chunk, which begins at the first element of the tensor.
+        # The full tensor is a single chunk that begins at its first element.
         chunks[name] = Chunk(offsets=[0] * tensor.dim(), tensor=tensor)
     with atomic_write(path) as file, write_errors(request):
         write_safetensors(file, chunks)
