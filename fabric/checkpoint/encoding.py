@@ -119,15 +119,13 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         if not can_be_filled_in or not is_dense(item):
             return _tensor_to_json(path, item)
         name = ".".join(map(str, path))
-        # The name may be taken: {"a.b": x} and {"a": {"b": y}} give the same name. safetensors uses
-        # "__metadata__" itself.
+        # {"a.b": x} and {"a": {"b": y}} give the same name. safetensors uses "__metadata__" itself.
         while name in flat.tensors or name == "__metadata__":
             name = f"{name}#{len(flat.tensors)}"
-        # Without a memory key, as for a tensor that is empty on this rank, the tensor shares no
-        # memory. Its own name serves as the key.
+        # A tensor without a memory key, such as an empty one, shares no memory. Its own name serves
+        # as the key.
         key = memory_key(item) or name
         stored_name = first_names.setdefault(key, name)
-        # Each tensor is listed under its own name. The JSON has the name that the reader looks up.
         flat.tensors[name] = item
         flat.stored_names[name] = stored_name
         return {"$tensor": stored_name}
@@ -140,12 +138,13 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
 def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     """Return a tensor as JSON that contains its values.
 
-    ``path`` says in the error where the value is.
+    ``path`` is where the value is, for the error.
 
     Raises:
-        ArgumentTypeError: the value is not a tensor with values, or is sharded or a subclass.
+        ArgumentTypeError: the value is not a tensor, is of a subclass such as a DTensor, or has no
+            values or a layout that is not supported.
     """
-    # A subclass, such as a DTensor, may have state beside its values.
+    # A subclass may have state beside its values.
     if type(value) not in (Tensor, nn.Parameter):
         raise unsupported(path, value)
     if is_dense(value):
@@ -179,14 +178,14 @@ def to_json(
         enclosing: the ids of the collections that contain the value, to find one that contains
             itself.
     """
-    kind = type(value)
-    tag = f"${kind.__name__}"
     if _is_exact_in_json(value):
         return value
+    kind = type(value)
+    tag = f"${kind.__name__}"
     # A scalar that needs a tag, such as a complex number or a dtype.
     if kind in _SCALARS:
         return {tag: _SCALARS[kind].write(value)}
-    # A class of the user may have the name of a collection, and so the same tag. It is not plain.
+    # ``is``: a class of the user may have the name of a collection, and so the same tag.
     is_plain_collection = _COLLECTIONS.get(tag) is kind
     contains_itself = id(value) in enclosing
     if not is_plain_collection or contains_itself:
@@ -226,7 +225,7 @@ def _dict_to_json(
     path: KeyPath,
     enclosing: tuple[int, ...],
 ) -> dict[str, Json]:
-    """Return a dict as JSON under ``tag``: a list of pairs, and the attributes of the dict.
+    """Return a dict as JSON: its pairs under ``tag``, and its attributes under ``"attributes"``.
 
     torch sets an attribute with the versions of layers on the state dict of a module. See
     :func:`to_json` for the other arguments. ``enclosing`` includes the id of the dict itself.
@@ -255,9 +254,9 @@ def from_json(
         value: JSON.
         read_tensor: ``read_tensor(name, destination)`` returns the tensor stored under ``name``.
             ``destination`` is the value in ``existing`` that has the same path, or None. If
-            ``read_tensor`` is None, the JSON has to hold the values of all tensors.
-        existing: a value of the same structure to read into, or None. Stored tensors that its dicts
-            lack are left out of the result.
+            ``read_tensor`` is None, the JSON has to contain the values of all tensors.
+        existing: a value of the same structure, whose dicts have tensors to read into, or None.
+            Stored tensors that these dicts lack are left out of the result.
     """
     if isinstance(value, list):
         # Only values in dicts are matched with ``existing``: a list gets new tensors.
@@ -294,7 +293,7 @@ def _dict_from_json(
         if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
             continue
-        # The caller has no tensor for this key to read into.
+        # A stored tensor is left out if ``existing`` has no tensor to read it into.
         should_leave_out = is_stored_tensor and key not in existing
         if not should_leave_out:
             mapping[key] = from_json(item, read_tensor, existing.get(key))
@@ -310,7 +309,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
-        # The address may be null, for which zlib.crc32() would ignore the checksum so far.
+        # A view of the null address must not be returned: zlib.crc32(view, checksum) would ignore
+        # the checksum.
         return memoryview(b"")
     # torch itself gives access to the bytes only through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -324,16 +324,17 @@ def local_chunks(tensor: Any) -> list[Chunk]:
     """Return the chunks of a tensor that this rank holds, which share memory with the tensor.
 
     DTensors, and sharded tensors of other libraries, have the methods by which
-    torch.distributed.checkpoint gets chunks. Any other tensor is one chunk.
+    torch.distributed.checkpoint gets chunks. A tensor without these methods is one chunk.
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return [Chunk([0] * tensor.dim(), tensor.detach())]
-    # Imported here: the import takes a second. A program with a sharded tensor has made it already.
+    # Imported here: the import takes a second, which a program without sharded tensors need not
+    # spend.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     chunks = []
     for metadata in tensor.__create_chunk_list__():
-        # Only the offsets are needed to find a shard, and not the name of the tensor.
+        # Only the offsets are needed to find a shard. The name of the tensor may be empty.
         shard = tensor.__get_tensor_shard__(MetadataIndex("", metadata.offsets))
         chunks.append(Chunk([*metadata.offsets], shard.detach()))
     return chunks
@@ -366,7 +367,7 @@ def memory_key(tensor: Any) -> Any:
         local.stride(),
         # Two DTensors with equal shards may have different full shapes.
         tensor.shape,
-        # Flags with which the same memory stands for other values.
+        # A conjugate or negative view has the same memory as its base, and other values.
         (local.is_conj(), local.is_neg()),
     )
 
@@ -384,7 +385,7 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
             expression += f"[{key!r}]"
     problem = "this object needs pickle, which fabric does not load"
     if kind in PLAIN_COLLECTIONS:
-        # A plain collection is refused only because it contains itself.
+        # This is the only reason to refuse a plain collection.
         problem = "this collection contains itself"
     suggestion = (
         f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "

@@ -160,23 +160,23 @@ class ShardGatherer:
         self, bucket: dict[str, Any], dtype: torch.dtype | None, dst: int | None
     ) -> FullTensors:
         """Yield what :meth:`gather` yields, for the values of one bucket. Collective."""
-        # By name, for each value of the bucket that is gathered from shards.
+        # The routes of the values that are gathered from shards, by name. Other values have none.
         routes: dict[str, _Route] = {}
         shards_by_route: dict[_Route, list[_Shard]] = {}
         for name, value in bucket.items():
             splits = _describe_splits(value)
             if splits is None:
-                continue  # not a DTensor, or one that a bucket cannot hold: _gather_alone(), below
+                continue  # not a DTensor, or one that cannot be gathered from shards
             is_split = tuple(split.dim is not None for split in splits)
             route = _Route(value.device_mesh, is_split)
             routes[name] = route
             part = _cast(local_tensor(value).detach(), dtype)
             shards_by_route.setdefault(route, []).append(_Shard(part, splits))
         if shards_by_route:
-            self._check_same_call(
-                f"{next(iter(bucket))} to {next(reversed(bucket))}, {dtype=}, {dst=}"
-            )
-        # The tensors of a route come in the order of its shards.
+            first_name = next(iter(bucket))
+            last_name = next(reversed(bucket))
+            self._check_same_call(f"{first_name} to {last_name}, {dtype=}, {dst=}")
+        # The iterators yield the tensors of a route in the order of its shards.
         tensors_by_route: dict[_Route, Iterator[Tensor | None]] = {}
         for route, shards in shards_by_route.items():
             tensors_by_route[route] = self._gather_shards(route.mesh, shards, dst)
@@ -189,8 +189,9 @@ class ShardGatherer:
     def _gather_alone(
         self, name: str, value: Any, dtype: torch.dtype | None, dst: int | None
     ) -> Any:
-        """Return a full value that cannot be gathered in a bucket. None if ``dst`` is another rank.
+        """Return one full value, gathered without the others. None if ``dst`` is another rank.
 
+        For values that are not sharded, and for shards that :meth:`_gather_shards` cannot join.
         Collective. The arguments are those of :meth:`gather`, for one value.
         """
         full = self.full_state({name: value})[name]
@@ -201,12 +202,12 @@ class ShardGatherer:
     def _check_same_call(self, text: str) -> None:
         """Raise an error on all ranks if another rank makes another call. Collective.
 
-        The gathers after this call may be in groups of some ranks, which do not notice that another
-        rank is missing. ``text`` has what must be the same on all ranks.
+        The gathers that follow may be in groups of some ranks. These groups do not notice that a
+        rank outside of the group makes another call. ``text`` must be the same on all ranks.
         """
         if self.communicator.size == 1:
             return
-        # The communicator compares the text between the ranks. The tensor itself does not matter.
+        # The communicator compares signature_text between the ranks. The reduced tensor is unused.
         call = CallDescription(
             "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
         )
@@ -217,19 +218,19 @@ class ShardGatherer:
     def _gather_shards(
         self, mesh: Any, shards: list[_Shard], dst: int | None
     ) -> Iterator[Tensor | None]:
-        """Return the full tensors of shards that are split along the same dimensions. Collective.
+        """Return the full tensors of shards that have the same route. Collective.
 
-        The tensors are made when they are read, one at a time. They are None on ranks that do not
-        get them.
+        The iterator joins each tensor when it is read, one at a time. It yields None on ranks that
+        do not get the tensors: all ranks but ``dst``, unless ``dst`` is None.
         """
-        # The positions of this rank and of dst along each dimension of the mesh.
+        # The positions of this rank and of dst along each dimension of the mesh. None: no dst.
         coordinate: Sequence[int] = mesh.get_coordinate()
         dst_coordinate: Sequence[int] | None = None
         if dst is not None:
             coordinates = (mesh.mesh == dst).nonzero().tolist()
             if not coordinates:
-                # The mesh has a part of the ranks. dst is in another part, which has the same
-                # tensors and gathers them itself.
+                # The mesh has only some of the ranks. dst is in another mesh, whose ranks have the
+                # same tensors and gather them.
                 return repeat(None, len(shards))
             dst_coordinate = coordinates[0]
         parts: Iterator[Tensor] = iter([shard.part for shard in shards])
@@ -239,8 +240,10 @@ class ShardGatherer:
             if dst_coordinate is not None:
                 root = dst_coordinate[mesh_dim]
             splits = [shard.splits[mesh_dim] for shard in shards]
-            # All shards are split along the same dimensions, so the first one tells for all.
-            if splits[0].dim is not None:
+            # Shards of the same route are split along the same dimensions of the mesh, so this
+            # holds for all of them.
+            is_split = splits[0].dim is not None
+            if is_split:
                 communicator = self.communicator_over(mesh.get_group(mesh_dim))
                 sections = _lay_out_sections(list(parts), splits)
                 parts = self._gather_parts(communicator, sections, root)
@@ -255,12 +258,13 @@ class ShardGatherer:
     ) -> Iterator[Tensor]:
         """Return the parts of tensors, joined along one dimension of a mesh. Collective.
 
-        Each part is joined when it is read. On ranks other than ``root``, the result is empty.
+        The iterator joins the parts of a tensor when the tensor is read. On ranks other than
+        ``root``, it is empty.
 
         Args:
             communicator: the ranks along the dimension.
-            sections: where the parts are in a message.
-            root: the only rank that gets the parts. None for all ranks.
+            sections: this rank's part of each tensor, and where the part is in a message.
+            root: the only rank that gets the joined parts. None for all ranks.
         """
         last = sections[-1]
         message = torch.zeros(
@@ -319,10 +323,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _describe_splits(value: Any) -> list[_Split] | None:
-    """Return how a tensor is split along each dimension of its mesh, the same on all ranks.
+    """Return how a tensor is split along each dimension of its mesh.
 
     Return None for a plain tensor, for a DTensor whose local part is a tensor subclass, and for a
-    placement that :func:`_split_along` cannot describe, such as a partial sum.
+    placement that :func:`_split_along` cannot describe, such as a partial sum. All ranks get None
+    for the same tensors.
     """
     local = local_tensor(value)
     is_dtensor = local is not value
@@ -344,12 +349,12 @@ def _describe_splits(value: Any) -> list[_Split] | None:
 def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     """Return how a DTensor is split along a dimension of its mesh.
 
-    Return None for a partial sum, and for a split that was made before a split of the same tensor
-    dimension along an inner mesh dimension.
+    Return None for a partial sum. Return None also if the tensor dimension is split along an inner
+    dimension of the mesh, too, and the outer split came first.
     """
     mesh = tensor.device_mesh
     placement = tensor.placements[mesh_dim]
-    # A shard has a dimension, and a partial sum has none.
+    # The placement of a partial sum has no tensor dimension.
     dim = getattr(placement, "dim", None)
     if dim is None:
         return None
@@ -362,7 +367,8 @@ def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
             num_inner_parts *= mesh.size(inner_dim)
             inner_lengths = _lengths_of_parts(length, mesh.size(inner_dim))
             length = inner_lengths[mesh.get_local_rank(inner_dim)]
-    # torch records the number of inner parts in the placement, unless the outer split came first.
+    # torch records the number of inner parts as the placement's split_factor, unless the outer
+    # split came first.
     if getattr(placement, "split_factor", 1) != num_inner_parts:
         return None
     return _Split(dim, _lengths_of_parts(length, mesh.size(mesh_dim)))
@@ -391,8 +397,8 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
     sections: list[_Section] = []
     start = 0
     for part, split in zip(parts, splits, strict=True):
-        # The sections of all ranks have the length for the longest part: backends gather messages
-        # of equal length only.
+        # Each section has room for the longest part of any rank: backends gather messages of equal
+        # length only.
         longest_shape = _shape_of_part(part, split, max(split.lengths))
         nbytes = math.prod(longest_shape) * part.itemsize
         length = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
@@ -402,19 +408,22 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
 
 
 def _shape_of_part(part: Tensor, split: _Split, length: int) -> list[int]:
-    """Return the shape of a part of the same tensor with ``length`` in the split dimension."""
-    assert split.dim is not None, "the ranks have equal parts"
+    """Return the shape of another rank's part of a tensor, given this rank's part.
+
+    ``length`` is the other part's length in the split dimension.
+    """
+    assert split.dim is not None, "only split tensors are gathered"
     shape = list(part.shape)
     shape[split.dim] = length
     return shape
 
 
 def _join_parts(messages: Tensor, section: _Section) -> Tensor:
-    """Return the parts of one tensor, joined.
+    """Return the parts of one tensor in the messages of all ranks, joined.
 
     Args:
-        messages: the message of each rank, in rank order.
-        section: where the parts are in a message.
+        messages: a tensor with one row for each rank, the message of the rank.
+        section: where the part of each rank is in its message.
     """
     parts: list[Tensor] = []
     for message, length in zip(messages, section.split.lengths, strict=True):
@@ -422,5 +431,5 @@ def _join_parts(messages: Tensor, section: _Section) -> Tensor:
         end = section.start + math.prod(shape) * section.part.itemsize
         content = message[section.start : end]
         parts.append(content.view(section.part.dtype).view(shape))
-    assert section.split.dim is not None, "the ranks have equal parts"
+    assert section.split.dim is not None, "only split tensors are gathered"
     return torch.cat(parts, section.split.dim)

@@ -50,7 +50,7 @@ def find_bad_tensor(state: State, content: PlainState, rank: int) -> BadTensor |
             trained.update(zip(leaf_paths(structure, name), leaves, strict=True))
     bad_tensor = _find_first_bad(trained, _is_not_finite, rank)
     if bad_tensor is None:
-        # Infinity is no bad value here: attention masks are buffers that hold -inf.
+        # Infinity is not bad in buffers: attention masks contain -inf.
         bad_tensor = _find_first_bad(others, torch.isnan, rank)
     return bad_tensor
 
@@ -74,9 +74,9 @@ def _find_first_bad(
 ) -> BadTensor | None:
     """Return the first tensor that has a bad element, or None.
 
-    The norm of a tensor is finite only if all elements are. So elements are searched only if the
-    norm is not finite: a norm takes a tenth of the time. All norms are computed before the first
-    one is read, so that a device is waited for once.
+    Only tensors whose norm is not finite are searched: all elements of the others are finite, and a
+    norm takes a tenth of the time of a search. All norms are computed before the first one is read,
+    so that this process waits for the device once.
 
     Args:
         values: the tensors by name. Integers and values other than plain tensors are left out.
@@ -91,7 +91,7 @@ def _find_first_bad(
             continue
         tensors[name] = tensor
         norms.append(torch.linalg.vector_norm(_with_arithmetic(tensor)))
-    # The norm of the norms is finite if all norms are. Reads a single number from the device.
+    # The total norm is finite only if all norms are. So one number from the device answers for all.
     if nn.utils.get_total_norm(norms).isfinite():
         return None
     for (name, tensor), norm in zip(tensors.items(), norms, strict=True):
@@ -99,7 +99,7 @@ def _find_first_bad(
             continue
         elements = _with_arithmetic(tensor)
         bad_elements = elements[is_bad(elements)]
-        # There may be none: the norm of large finite elements may overflow.
+        # The norm of large finite elements may overflow, so there may be no bad element.
         if bad_elements.numel() > 0:
             return BadTensor(name, str(bad_elements[0].item()), rank)
     return None
@@ -108,8 +108,8 @@ def _find_first_bad(
 def _values_to_search(value: object) -> Tensor | None:
     """Return the tensor of this rank to search, or None if there is nothing to search.
 
-    None for values that are not tensors, and for integers, which cannot be NaN. None also for
-    sparse tensors and tensors of another library's class, which may lack the operations.
+    Values that are not tensors are not searched, nor are integers, which cannot be NaN. Sparse
+    tensors and those of another library's class may lack the operations, and are not searched.
     """
     if not isinstance(value, Tensor):
         return None
@@ -125,7 +125,7 @@ def _values_to_search(value: object) -> Tensor | None:
 
 
 def _with_arithmetic(tensor: Tensor) -> Tensor:
-    """Return a tensor in a dtype that has a norm. The 8-bit floats have none."""
+    """Return a tensor in a dtype for which torch can compute a norm. It cannot for 8-bit floats."""
     if tensor.dtype.itemsize == 1:
         return tensor.float()
     return tensor
