@@ -153,18 +153,18 @@ class Checkpoints:
         self._sets_unhealthy_apart = healthy
         # The last background save, which may be running.
         self._pending: PendingSave | None = None
-        # Names of checkpoints to remove. The next _publish() removes them.
+        # The names of the checkpoints that the next _publish() removes.
         self._stale_names: list[str] = []
         # Names of checkpoints that restore() has skipped as damaged. They are not removed in this
         # run: what looks like damage may be a fault of this machine.
         self._skipped_names: set[str] = set()
         with running_session("checkpoints").checkpoint_coordinator(phase="setup") as coordinator:
-            # A pending save may write to this folder.
+            # A background save of another Checkpoints object may be writing to this folder.
             coordinator.join_pending()
             communicator = coordinator.communicator
             self._communicator = communicator
             self._io = coordinator.io
-            # Closed at the end of the job.
+            # A stack of files that is closed at the end of the job.
             job_files = coordinator.saver.files
 
         # run_on_all_ranks() raises on every rank if its step fails on any rank.
@@ -178,7 +178,7 @@ class Checkpoints:
         if best is not None:
             self._best_metric, mode = best
             self._is_least_best = mode == "min"
-        # The folder is None on all ranks but rank 0, which alone writes into it.
+        # Only rank 0 writes into the folder. On the other ranks self._folder is None.
         self._folder, content_on_first = run_on_all_ranks(
             communicator, self._request, self._open_folder, job_files
         )
@@ -188,13 +188,15 @@ class Checkpoints:
         # By name of each unhealthy checkpoint, a clause about its bad tensor. The next unhealthy
         # save removes all earlier ones. A killed job may have left two.
         self._unhealthy = content.unhealthy
-        # The checkpoints that the text files name, and those that they named before they changed
-        # last. Both stay: a reader of a text may not have opened the checkpoint yet.
+        # The checkpoints that the text files name now, and the checkpoints that they named before
+        # their last change. Neither are removed: another process may have read such a name and not
+        # opened the checkpoint yet.
         self._texts = content.texts
         self._named_before: set[str] = set()
         # The number of the last save. The name of each checkpoint begins with its number.
         newest_name = max([*self._metrics, *self._unhealthy], default="0")
-        self._number = int(newest_name.partition("-")[0])
+        number_text, _, _ = newest_name.partition("-")
+        self._number = int(number_text)
         # Update the text files: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
@@ -232,11 +234,11 @@ class Checkpoints:
     def _path_of(self, title: str) -> Location | None:
         """Return the path of the checkpoint ``latest`` or ``best``, or None if there is none.
 
-        ``title`` is ``"latest"`` or ``"best"``. A background save may change both when it ends, so
-        this method waits for its end.
+        ``title`` is ``"latest"`` or ``"best"``. A background save changes both at its end, so this
+        method waits for a background save.
         """
-        # is_raised is true if the save has ended and a caller has waited for it. wait() would raise
-        # its error a second time.
+        # is_raised is true if the save has ended and a caller has got its error, if any. wait()
+        # would raise the error a second time.
         if self._pending is not None and not self._pending.is_raised:
             self._pending.wait()
         name = self._latest_and_best().get(title)
@@ -289,8 +291,8 @@ class Checkpoints:
                 coordinator.check()
                 self._check_same_on_ranks(request, step_here, step_on_first)
 
-            # A coordinator for this save alone, which calls check() on each rank before it reads
-            # the state.
+            # A coordinator for this save alone. It calls check() on each rank before it reads the
+            # state.
             saving_coordinator = replace(
                 coordinator, check=check, finds_bad_tensors=self._sets_unhealthy_apart
             )
@@ -309,10 +311,13 @@ class Checkpoints:
         return self._pending
 
     def _warn_of_unhealthy_save(self, request: str, name: str, bad_tensor: BadTensor) -> None:
-        """Warn on rank 0 that a save is set apart as ``name``. ``request`` is the user's call."""
+        """Warn on rank 0 that an unhealthy state is saved under ``name``.
+
+        ``request`` is the user's call, for the warning.
+        """
         if self._communicator.rank != 0:
             return
-        # The place of the warning is the call of save(), two levels above this method.
+        # stacklevel=3 shows the user's line, which calls save(), which calls this method.
         warnings.warn(
             f"{request}: {bad_tensor}, so the state is saved as {name}, which is never the latest "
             "or best checkpoint and is not restored. To save any values alike: "
@@ -363,7 +368,7 @@ class Checkpoints:
         value = metrics.get(self._best_metric)
         if value is None or math.isfinite(value):
             return
-        # The place of the warning is the call of save(), two levels above this method.
+        # stacklevel=3 shows the user's line, which calls save(), which calls this method.
         warnings.warn(
             f"{request}: {self._best_metric} is {value}, so this checkpoint is never the best one",
             stacklevel=3,
@@ -372,7 +377,8 @@ class Checkpoints:
     def _check_same_on_ranks(self, request: str, step_here: _Step, step_on_first: _Step) -> None:
         """Raise a ConfigurationError if this rank saves another step or best metric than rank 0.
 
-        Otherwise ranks would disagree on which checkpoints to keep. Other metrics may differ.
+        With different values, the ranks would disagree on which checkpoints to keep. Metrics other
+        than the best metric may differ.
         """
         score_here = self._score(step_here.metrics)
         score_on_first = self._score(step_on_first.metrics)
@@ -402,8 +408,8 @@ class Checkpoints:
         metrics_files: dict[str, str] = {}
         if metrics:
             metrics_files[f"{name}.json"] = _metrics_as_json(metrics)
-        # Writes the metrics files. It also removes older checkpoints, since a killed job may have
-        # left one checkpoint too many.
+        # Called before the save to write the metrics files. The call also removes a checkpoint that
+        # a killed job has left beyond the number to keep.
         self._rotate(communicator, metrics_files)
         with self._removed_next_unless_saved(name, communicator):
             yield
@@ -420,7 +426,7 @@ class Checkpoints:
         """Have the block save an unhealthy state, and then remove earlier unhealthy checkpoints.
 
         Collective. No healthy checkpoint is removed. The arguments are like those of
-        :meth:`_commit`.
+        :meth:`_commit`, with the bad tensor in place of metrics.
         """
         self._publish(communicator, {f"{name}.json": json.dumps(bad_tensor._asdict())})
         with self._removed_next_unless_saved(name, communicator):
@@ -428,19 +434,20 @@ class Checkpoints:
         self._stale_names.extend(self._unhealthy)
         self._unhealthy = {name: str(bad_tensor)}
         self._publish(communicator)
-        # Without the path, since Ray would restore the checkpoint.
+        # None in place of the path: Ray would restore the unhealthy checkpoint.
         _report_to_ray({"step": _step_number(name)}, None, communicator.rank)
 
     @contextmanager
     def _removed_next_unless_saved(self, name: str, communicator: Communicator) -> Iterator[None]:
-        """Have the next save remove the checkpoint ``name`` if the block does not save it whole.
+        """Have the next save remove the checkpoint ``name`` if the block fails to save it.
 
         Collective over ``communicator``.
         """
         # If the block raises, the name stays in the list of checkpoints to remove.
         self._stale_names.append(name)
         yield
-        # A CheckpointIO of the user may write in the background. wait() raises its error.
+        # A CheckpointIO of the user may write in the background. wait() raises the error of such a
+        # write.
         run_on_all_ranks(communicator, self._request, self._io.wait)
         self._stale_names.remove(name)
 
@@ -455,20 +462,20 @@ class Checkpoints:
                 is removed. None, the default, writes no files.
         """
         # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
-        # the newest stays in this dict.
+        # the last one, which is the newest, stays in newest_by_step.
         newest_by_step = {_step_number(name): name for name in self._metrics}
         newest = [name for name in self._metrics if name in newest_by_step.values()]
         undamaged = [name for name in newest if name not in self._skipped_names]
         texts = self._latest_and_best()
         if texts != self._texts:
-            # The checkpoints that the text files name until now stay until the next save: another
-            # process may have read a name, and not opened the checkpoint yet.
+            # The text files have named these checkpoints until now. They stay until the next save:
+            # another process may have read a name, and not opened the checkpoint yet.
             self._named_before = set(self._texts.values())
             self._texts = texts
-        retained: set[str | None] = {*undamaged[-self._keep :], *self._skipped_names}
-        retained |= self._named_before
-        # Adds None if there is no best checkpoint, which does no harm: no checkpoint is named None.
-        retained.add(self._best_checkpoint())
+        retained = {*undamaged[-self._keep :], *self._skipped_names, *self._named_before}
+        best_checkpoint = self._best_checkpoint()
+        if best_checkpoint is not None:
+            retained.add(best_checkpoint)
         for name in list(self._metrics):
             if name not in retained:
                 del self._metrics[name]
@@ -480,8 +487,8 @@ class Checkpoints:
     ) -> None:
         """Write ``latest`` and ``best``, and then remove the stale checkpoints. Collective.
 
-        Rank 0 writes and removes. ``metrics_files`` has the content of metrics files to write, by
-        file name. None for no files.
+        Rank 0 writes and removes. ``metrics_files`` has the content of metrics files by name. They
+        are written first. None, the default, writes no metrics files.
         """
 
         def publish_on_first_rank() -> None:
@@ -492,7 +499,7 @@ class Checkpoints:
                 self._folder.write(metrics_files)
             self._folder.publish(self._latest_and_best(), self._stale_names)
 
-        # Raises on every rank if rank 0 fails. The next call then removes the stale checkpoints.
+        # Raises on every rank if rank 0 fails. The names then stay in the list for the next call.
         run_on_all_ranks(communicator, self._request, publish_on_first_rank)
         self._stale_names.clear()
 
@@ -566,7 +573,7 @@ class Checkpoints:
             return None
         if problems and self._communicator.rank == 0:
             warnings.warn(f"{name} is restored; {join_names(problems)}", stacklevel=2)
-        # Moved to the end of the dict, where the newest checkpoint is.
+        # Move the entry to the end of the dict, where the newest checkpoint has to be.
         self._metrics[name] = self._metrics.pop(name)
         # The text file ``latest`` gets the name of the restored checkpoint.
         self._publish(self._communicator)
@@ -581,8 +588,8 @@ class Checkpoints:
         """Load the newest intact checkpoint, and return its name. Collective.
 
         Args:
-            coordinator: loads a checkpoint on all ranks. A damaged one raises the same class of
-                error on all ranks, so that all ranks skip the same checkpoints.
+            coordinator: loads a checkpoint on all ranks. For a damaged checkpoint, all ranks raise
+                the same class of error, so that all ranks skip the same checkpoints.
             state: names and objects to restore.
             problems: gets a sentence about each newer checkpoint that is damaged or unhealthy.
 
@@ -598,7 +605,7 @@ class Checkpoints:
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
                 self._skipped_names.add(name)
-                # Without metrics, it is never the best checkpoint.
+                # A checkpoint without metrics is never the best one.
                 self._metrics[name] = {}
             else:
                 self._skipped_names.discard(name)
@@ -619,12 +626,13 @@ class Checkpoints:
     def _problems_of_unhealthy(self, newer_than: str) -> list[str]:
         """Return a sentence about each unhealthy checkpoint that is newer than ``newer_than``.
 
-        An unhealthy checkpoint holds bad values, such as NaN, and is never restored. ``newer_than``
-        is the name of a checkpoint, or empty for sentences about all unhealthy checkpoints.
+        An unhealthy checkpoint contains bad values, such as NaN, and is never restored.
+        ``newer_than`` is the name of a checkpoint. If it is empty, the result has a sentence about
+        each unhealthy checkpoint.
         """
         problems: list[str] = []
         for name, reason in self._unhealthy.items():
-            # The order of the names is the order of the saves.
+            # The names begin with the number of the save, so a newer checkpoint has a larger name.
             if name > newer_than:
                 problems.append(f"{self._path / name} is passed over: {reason}")
         return problems
@@ -662,7 +670,7 @@ def _check_arguments(request: str, keep: int, best: _Best) -> None:
 
 
 def _metrics_as_json(metrics: _Metrics) -> str:
-    """Return the text of a metrics file. JSON has null in place of NaN and infinities."""
+    """Return the text of a metrics file. NaN and infinities become null, since JSON lacks them."""
     values: dict[str, float | None] = {}
     for name, value in metrics.items():
         values[name] = value if math.isfinite(value) else None
@@ -687,7 +695,7 @@ def _metrics_of_json(content: bytes) -> _Metrics:
 
 
 def _step_number(name: str) -> int:
-    """Return the step of a checkpoint from its name."""
+    """Return the step of a checkpoint from its name, such as ``00000017-step-3000``."""
     return int(name.split("-")[2])
 
 
@@ -721,9 +729,12 @@ class _RunFolder:
         self._texts: dict[str, str] = {}
 
     def recover(self) -> _FolderContent:
-        """Remove what killed jobs left: temporary files, and saves that were not committed."""
+        """Remove what killed jobs left, and return the checkpoints of the folder.
+
+        A killed job leaves temporary files, and saves that were not committed.
+        """
         clear_temporaries(self._path, rf"(?:{'|'.join(_TEXTS)}|{_NAME}(?:\.json)?)")
-        # A checkpoint is found by any of its files: a killed job may have left only some of them.
+        # Any file of a checkpoint gives its name: a killed job may have left only some of them.
         names: set[str] = set()
         for entry in self._path.iterdir():
             match = _FILE.fullmatch(entry.name)
@@ -751,14 +762,14 @@ class _RunFolder:
         folder of the sharded format is committed if it has an index.
         """
         path = self._path / name
-        # The user has moved the checkpoint to another disk, and left a link. The disk may not be
-        # mounted now. Nothing is cleaned up behind the link.
+        # A link is left where the user has moved the checkpoint to another disk. The disk may not
+        # be mounted now. Nothing is cleaned up behind the link.
         if isinstance(path, Path) and path.is_symlink():
             return True
         if self._has_custom_io or not path.is_dir():
             return path.exists()
-        # First remove the temporary index of a killed save: while it exists, clean() does not
-        # remove the files of that save.
+        # Remove the temporary index of a killed save first: while the temporary index exists,
+        # clean() does not remove the files of that save.
         clear_temporaries(path, re.escape(INDEX))
         # A damaged index is not reported here: a load of the checkpoint reports it.
         with suppress(DamagedCheckpointError):
@@ -768,8 +779,8 @@ class _RunFolder:
     def _read_metrics(self, name: str) -> _Metrics:
         """Return the saved metrics of a checkpoint. Empty if it was saved without metrics.
 
-        Damaged metrics are a warning, since the checkpoint itself may be intact. Without metrics it
-        is never the best one.
+        If the metrics are damaged, this method warns and returns no metrics: the checkpoint itself
+        may be intact. Without metrics it is never the best one.
         """
         path = self._path / f"{name}.json"
         if not path.exists():
@@ -793,12 +804,12 @@ class _RunFolder:
             with read_errors(f"read {str(path)!r}"):
                 content = path.read_bytes()
             return str(BadTensor(**json.loads(content)))
-        # The file is missing or damaged. It is used for nothing but this clause.
+        # The file is missing or damaged, which is no error: it is only used for this clause.
         except (CheckpointError, ValueError, TypeError):
             return "its values are NaN or infinite"
 
     def write(self, contents: Mapping[str, str]) -> None:
-        """Write files, which appear whole. ``contents`` has the text of each file by name.
+        """Write files atomically. ``contents`` has the text of each file by name.
 
         Raises:
             CheckpointError: another owner has taken the folder.
@@ -845,8 +856,8 @@ class _RunFolder:
                 path.unlink()
             elif self._has_custom_io:
                 self._io.remove(path)
-            # The kind of the path decides, and not self._io: the job that saved the checkpoint may
-            # have used the other format of fabric.
+            # The path tells the format of the checkpoint. self._io is the format of this job: the
+            # job that saved the checkpoint may have used fabric's other format.
             elif path.is_dir():
                 remove_folder(path)
             else:
@@ -859,10 +870,10 @@ class _RunFolder:
 class _FolderLock:
     """The lock file of a folder, which names the one :class:`Checkpoints` object that saves there.
 
-    A lock of the operating system keeps other jobs out, if the file system has locks. It has two
+    The operating system's lock keeps other jobs out, if the file system has locks. The lock has two
     gaps. POSIX drops the lock as soon as the process closes any descriptor of the file, as a copy
-    of the folder does. And the lock does not keep out a second object of the same process. So the
-    owner also checks that the file still has its name before it writes into the folder.
+    of the folder does. And the lock does not keep out a second object of the same process. So
+    before each write into the folder, the owner checks that the file still names the owner.
 
     Args:
         request: what the user asked for, for errors.
@@ -878,18 +889,18 @@ class _FolderLock:
         self._request = request
         self._folder = folder
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
-        # The random number, on a line of its own, tells the objects of one process apart.
+        # The second line is a random number, which tells the objects of one process apart.
         self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
         if isinstance(folder, RemotePath):
-            # An object store has no locks. The object that was made last owns the folder. check()
-            # of earlier objects finds the name of another owner.
+            # An object store has no locks. The Checkpoints object that was made last owns the
+            # folder. check() of earlier Checkpoints objects raises.
             with atomic_write(folder / _LOCK) as file:
                 file.write(self._owner)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # The file stays open, and so locked, until the job ends. The mode "a" keeps the content,
-        # which names the owner, for the error below. Without a buffer, others see a new owner at
-        # once.
+        # The file stays open, and so locked, until the job ends. The mode "a" keeps the content:
+        # the error below names the present owner. Without a buffer, other processes see the new
+        # owner at once.
         self._file = open(folder / _LOCK, "a+b", buffering=0, opener=_open_no_link)  # noqa: SIM115
         job_files.enter_context(self._file)
         try:
@@ -952,7 +963,7 @@ def _report_to_ray(metrics: dict[str, float], path: Location | None, rank: int) 
 
     Args:
         metrics: the metrics, which Ray requires from every worker.
-        path: the checkpoint, which rank 0 reports. None for none.
+        path: the checkpoint, which rank 0 reports. None reports only metrics.
         rank: the rank of this process.
     """
     if RayEnvironment().detect(os.environ) is None:
@@ -961,7 +972,7 @@ def _report_to_ray(metrics: dict[str, float], path: Location | None, rank: int) 
     suggestion = 'pip install "torch-fabric[ray]", or unset RAY_JOB_ID'
     with MissingDependencyError.unless_installed(request, suggestion):
         from ray import train  # pyright: ignore[reportMissingImports]
-    # report() copies the folder, which can then be removed.
+    # report() copies the folder before it returns, so the folder is temporary.
     with TemporaryDirectory() as folder:
         checkpoint = None
         if rank == 0 and path is not None:

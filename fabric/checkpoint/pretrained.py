@@ -41,8 +41,8 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 SUFFIX = ".safetensors"
 INDEX_OF_WEIGHTS = "model.safetensors.index.json"
-# The files with all weights, or with the index of the files with weights. The libraries take the
-# first one that is in a folder.
+# The names of a file with all weights, or of the index of several files. The libraries read the
+# first of these files that a folder has.
 WEIGHTS_FILES = (
     "model.safetensors",
     INDEX_OF_WEIGHTS,
@@ -52,7 +52,7 @@ WEIGHTS_FILES = (
 
 
 def holds_weights(location: Location) -> bool:
-    """Return whether :func:`map_weights` reads a location: a folder, or a safetensors file."""
+    """Return whether a location is a folder or a safetensors file, as for :func:`map_weights`."""
     return location.name.endswith(SUFFIX) or location.is_dir()
 
 
@@ -67,12 +67,12 @@ def map_weights(
     """Return the weights in a safetensors file or in a folder, mapped into memory, by name.
 
     Runs no code from the files. The values are read when they are used. A ``.bin`` file is verified
-    first, and one that is older than torch 1.6 is read into memory.
+    first. A ``.bin`` file in torch's format before 1.6 is read into memory.
 
     Args:
         request: what the user asked for, for errors.
         location: the file or folder.
-        file_names: the names to look for in a folder. The first one that is there is read.
+        file_names: the names to look for in a folder. The first file that exists is read.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``location``.
@@ -126,7 +126,7 @@ def _map_file(request: str, path: Location) -> dict[str, Any]:
 
 
 def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
-    """Return the error for a folder without weights, with the line that loads what is there.
+    """Return the error for a folder without weights, with a suggestion that fits what is there.
 
     ``request`` is what the user asked for.
     """
@@ -190,7 +190,7 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
 
 
 def add_tied_names(module: nn.Module, content: State) -> PlainState:
-    """Return content in which all names of a tied parameter are present if one of them is.
+    """Return a copy of the content in which a tied parameter has its value under all its names.
 
     Files of weights have a tied parameter once, under one of its names.
 
@@ -208,7 +208,7 @@ def add_tied_names(module: nn.Module, content: State) -> PlainState:
 
 
 def drop_tied_names(module: nn.Module, state: Mapping[str, T]) -> dict[str, T]:
-    """Return a module's state with one name for each tied parameter, the first one in the state.
+    """Return a module's state with one name for each tied parameter: the first one in the state.
 
     Args:
         module: the module, sharded or not.
@@ -223,7 +223,7 @@ def drop_tied_names(module: nn.Module, state: Mapping[str, T]) -> dict[str, T]:
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """Return a list of names for each parameter that has several names."""
+    """Return the names of each parameter that has several names."""
     names_of_parameters: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of_parameters.setdefault(parameter, []).append(plain_name(name))
