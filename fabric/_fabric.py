@@ -189,9 +189,9 @@ class Fabric:
             not train and for replicas that drift apart. The check issues no collective and costs
             nothing after these steps.
         check_replicas: whether to compare what ranks should hold alike: parameters, optimizers,
-            averages, the loss scale. True compares in every :meth:`save`. A number also compares
-            after every so many backward passes that synchronize gradients: one for each optimizer
-            step. False never compares. A difference raises a
+            averages, the loss scale. True compares in every :meth:`save`. An integer n also
+            compares after every n backward passes that synchronize gradients, which is one pass for
+            each optimizer step. False never compares. A difference raises a
             :class:`fabric.errors.ReplicaDriftError` on all ranks.
         timings: whether to measure the steps for :meth:`timings`.
 
@@ -2325,7 +2325,7 @@ def _refuse_loss(loss: Any) -> NoReturn:
 
 
 def _require_interval(check_replicas: object) -> None:
-    """Raise a ConfigurationError unless ``check_replicas`` is a flag or a number of steps."""
+    """Raise a ConfigurationError unless ``check_replicas`` is a bool or an integer from 0."""
     if not isinstance(check_replicas, int) or check_replicas < 0:
         raise ConfigurationError(
             f"Fabric({check_replicas=})",

@@ -50,7 +50,7 @@ __all__ = [
 
 K = TypeVar("K")
 
-# Accelerators beside those of the table, for the errors that list what is valid.
+# Valid accelerators that are not in the table of accelerators, as text for errors.
 _OTHER_HARDWARE = '"xpu", or hardware whose package was imported before, such as "npu" of torch_npu'
 
 # The names of strategies that are DDP, with the ways in which they start processes.

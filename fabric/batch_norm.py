@@ -69,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         # Half-precision values are summed up in float32, as in torch's kernels.
         values = input.to(torch.promote_types(input.dtype, torch.float32))
-        # All dimensions except that of the channels.
+        # All dimensions except dimension 1, the channels.
         dims = [0, *range(2, values.dim())]
 
         # The sum and the number of values in a channel travel in one message.

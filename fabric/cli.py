@@ -577,6 +577,7 @@ def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:
     while True:
         script_end = attempts.run(len(restart_times), port=None, should_end=never)
         script_end.print_report()
+        # The scheduler restarts a preempted job.
         has_failed = script_end.exit_code not in (0, PREEMPTED)
         # After Ctrl-C, the user wants no restart.
         if not has_failed or script_end.is_interrupted:
@@ -700,7 +701,9 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
     environment variables. Options without such a variable get their defaults.
     """
     machines = find_machines(os.environ)
+    # --num-nodes 1 is a job on this machine alone, whatever the platform says.
     if machines is not None and options.num_nodes != 1:
+        # None in an elastic job, whose variables give only a range.
         if machines.num_nodes is None and options.num_nodes is None:
             options.parser.error(
                 f"{machines.variables} in the environment: the number of machines may change, "

@@ -111,7 +111,7 @@ class _OlderMethods(ParallelStrategy):
     def block_backward_sync(
         self, module: nn.Module | None = None, enabled: bool = True
     ) -> AbstractContextManager[object]:
-        """Return the context ``no_backward_sync`` of a module. ``block_backward_sync`` is older.
+        """Return a context without synchronization of gradients. See ``Fabric.no_backward_sync``.
 
         Without a module, the context is for all modules that are set up.
         """

@@ -178,9 +178,9 @@ class FabricModule(nn.Module):
         """Clear the gradients of the user's module, also between a forward and a backward pass.
 
         Under FSDP, a forward pass may replace shards by gathered parameters until the backward
-        pass. The gradients stay with the shards, so this method clears the shards, too. Between a
-        forward and a backward pass, ``zero_grad()`` of another module and ``parameter.grad = None``
-        reach only the gathered parameters. Call these before the forward pass.
+        pass. The gradients stay with the shards, and this method clears them there. In this time,
+        ``zero_grad()`` of another module and ``parameter.grad = None`` reach only the gathered
+        parameters. Call these before the forward pass.
 
         Args:
             set_to_none: set the gradients to None. Otherwise they are set to zero.
@@ -193,6 +193,7 @@ class FabricModule(nn.Module):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
+                # .data keeps autograd from recording the change of a gradient with a graph.
                 parameter.grad.data.zero_()
 
     def __getattr__(self, name: str) -> Any:

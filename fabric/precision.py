@@ -110,8 +110,8 @@ class LossScale:
 class Precision:
     """The dtypes of parameters, computation and outputs of a job.
 
-    A subclass may override :meth:`convert_module` and :meth:`forward_context`. Both are called
-    under every strategy, whatever the dtypes of the precision are.
+    A subclass may override :meth:`convert_module` and :meth:`forward_context`. Every strategy calls
+    the overridden methods, whatever the dtypes of the precision are.
 
     Attributes:
         name: the canonical name, such as ``"bf16-mixed"``.

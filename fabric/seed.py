@@ -171,8 +171,8 @@ class RandomStreams:
         Args:
             state: the states to restore. A stream without an entry stays as it is.
             unless: states to compare with. A stream whose states in ``state`` and ``unless`` are
-                equal is not set. Pass the states from which numbers were drawn meanwhile: for
-                such a stream these are its own numbers, and must not be drawn again. Empty, the
+                equal is not set. Pass the states from which numbers have been drawn: if such a
+                state is the stream's own, the stream keeps its position after the draw. Empty, the
                 default, sets every stream.
         """
         for name in self.global_streams:
