@@ -26,8 +26,7 @@ PAD, CLS, SEP = 0, 1, 2
 class Reviews(Dataset):
     """Reviews of 6 to 24 words. The label says whether more words are good than bad."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, size: int, generator: torch.Generator) -> None:
         self.samples = []
         while len(self.samples) < size:
             length = int(torch.randint(6, 25, (1,), generator=generator))
@@ -115,8 +114,8 @@ def main() -> None:
     batch_size, remainder = divmod(BATCH_SIZE, fabric.world_size)
     if remainder:
         raise SystemExit(f"{fabric.world_size} processes cannot share a batch of {BATCH_SIZE}")
-    train_data = Reviews(3200, seed=1)
-    test_data = Reviews(500, seed=2)
+    train_data = Reviews(3200, torch.Generator().manual_seed(1))
+    test_data = Reviews(500, torch.Generator().manual_seed(2))
     train_loader, test_loader = fabric.setup_dataloaders(
         DataLoader(train_data, batch_size, collate_fn=collate, shuffle=True, drop_last=True),
         DataLoader(test_data, batch_size, collate_fn=collate),

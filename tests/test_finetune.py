@@ -156,8 +156,8 @@ def test_the_changes_of_the_page_train_a_pretrained_model_on_files(tmp_path: Pat
     before, main, after = SCRIPT.partition("def main()")
     script = f"{before}{CHANGES}\n\n{main}{after}"
     replacements = {
-        "train_data = Reviews(3200, seed=1)": 'train_data = Reviews("train.csv")',
-        "test_data = Reviews(500, seed=2)": 'test_data = Reviews("test.csv")',
+        "Reviews(3200, torch.Generator().manual_seed(1))": 'Reviews("train.csv")',
+        "Reviews(500, torch.Generator().manual_seed(2))": 'Reviews("test.csv")',
     }
     for text, replacement in replacements.items():
         assert script.count(text) == 1
