@@ -672,10 +672,13 @@ def gathered_for_recomputation(modules: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             state = module._get_fsdp_state()
+            # At the end of the block, the stack restores the state. Before, it frees the parameters
+            # again, unless they were gathered already.
             stack.callback(setattr, state, "_training_state", state._training_state)
             if not all(group.is_unsharded for group in state._fsdp_param_groups):
                 stack.callback(module.reshard)
             module.unshard()
+            # In this state, FSDP2 takes a forward pass for a recomputation.
             state._training_state = TrainingState.PRE_BACKWARD
         yield
 

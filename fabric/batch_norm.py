@@ -76,8 +76,8 @@ class SyncBatchNorm(_BatchNorm):
         local_count = values.numel() // values.size(1)
         local_sums = (values.sum(dims, keepdim=True), values.new_tensor(local_count))
         total, count = all_reduce(communicator, local_sums, Reduce.SUM)
-        # `min_count` is 0, 1 or more exactly if `count` is. int(count) waits for the device, and
-        # fails in a dry run, so the count of this rank is used if it is enough.
+        # From here on, only 0, 1 and more have to be told apart. int(count) waits for the device,
+        # and fails in a dry run, so it is called only if this rank has fewer than two values.
         min_count = local_count if local_count >= 2 else int(count)
         if min_count == 1:
             # The words of torch's error.

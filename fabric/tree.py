@@ -459,6 +459,7 @@ def check_can_send(tensor: Tensor, structure: Structure, position: int) -> None:
     Raises:
         ConfigurationError: the tensor cannot be sent. The error names the leaf.
     """
+    # In the suggestions, x is the tensor.
     if tensor.is_meta:
         problem = "on the meta device and has no values"
         suggestion = "module.to_empty(device=fabric.device)"
@@ -512,6 +513,7 @@ def check_other_leaf(leaf: Leaf, structure: Structure, position: int) -> None:
     """
     if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
+    # In the suggestions, x is the leaf.
     if hasattr(leaf, "__array__"):
         suggestion = "torch.as_tensor(x), or x.item() for a single value"
     elif isinstance(leaf, Number):
