@@ -95,8 +95,7 @@ class PretrainedSave:
         weights = run_on_all_ranks(
             self.communicator, self.request, self._weights_to_save, module, max_shard_gb
         )
-        # The adapters of PEFT have a format of their own, and are small: PEFT writes them on rank
-        # 0.
+        # PEFT writes adapters on rank 0: they have a format of their own, and are small.
         adapters = adapters_of(user_module)
         files: list[_WeightsFile] = []
         if not adapters:
@@ -164,7 +163,7 @@ class PretrainedSave:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
         with self._context_on(file.writer, _new_file, folder, file) as output:
             tensors = {name: weights[name] for name in file.tensors}
-            # gather() yields the tensors in their order in the header. On other ranks than the
+            # gather() yields the tensors in their order in the header. On ranks other than the
             # writer, `output` and `full` are None, and nothing is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
                 write_on_all_ranks(self.communicator, self.request, _write_values, output, full)
@@ -280,7 +279,7 @@ def _save_config(folder: Path, user_module: nn.Module, files: list[_WeightsFile]
     # The model's own save_pretrained() sets these fields, too. from_pretrained() reads them to
     # build the same model.
     config = copy.deepcopy(config)
-    # FSDP replaces the class by a subclass with this prefix in its name.
+    # FSDP replaces the class of a module by a subclass whose name has the prefix "FSDP".
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     dtype = _first_floating_dtype(files)
     if dtype is not None:
@@ -338,13 +337,13 @@ def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield folder
-        # Again, since another process may have made the target in the meantime.
+        # Checked again: another process may have made the target in the meantime.
         _refuse_existing(request, target)
         os.rename(folder, target)
         sync_folder(target.parent)
     finally:
         os.close(descriptor)
-        # Removes the temporary folder after an error. After the renaming there is none.
+        # After an error, removes the temporary folder. After a success, it has been renamed.
         shutil.rmtree(folder, ignore_errors=True)
 
 

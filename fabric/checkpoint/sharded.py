@@ -238,7 +238,7 @@ def context_on_one_rank(
     make_context: Callable[[*Ts], AbstractContextManager[T]],
     *args: *Ts,
 ) -> Iterator[T | None]:
-    """Run a block on all ranks, on one of them in a context such as an open file.
+    """Run a block on all ranks, and on one rank within a context such as an open file.
 
     Collective over ``communicator``. If the context cannot be entered, or fails at the end of the
     block, every rank raises, with errors converted as by :func:`write_on_all_ranks`. If the block
@@ -254,16 +254,16 @@ def context_on_one_rank(
     Yields:
         The value of the context on ``rank``, and None on the other ranks.
     """
-
-    def enter_on_one_rank() -> T | None:
-        if communicator.rank != rank:
-            return None
-        return stack.enter_context(make_context(*args))
-
+    # Holds the context on ``rank``. Empty on the other ranks.
     with ExitStack() as stack:
+
+        def enter_on_one_rank() -> T | None:
+            if communicator.rank != rank:
+                return None
+            return stack.enter_context(make_context(*args))
+
         yield write_on_all_ranks(communicator, request, enter_on_one_rank)
-        # All ranks take part, so that all raise if the context fails at its end. On other ranks
-        # than `rank`, the stack is empty.
+        # All ranks take part, so that all raise if the context fails at its end.
         write_on_all_ranks(communicator, request, stack.close)
 
 
@@ -294,13 +294,13 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
     """
     folder = path
     if isinstance(path, Path):
-        # Of a symbolic link, the folder that it points to is filled, and the link stays.
+        # If the path is a symbolic link, the folder behind the link is filled, and the link stays.
         folder = Path(os.path.realpath(path))
     is_new = not folder.exists()
     _check_replaceable(request, folder)
     try:
-        # At its end, atomic_write() replaces the index, which commits the save. An index that is a
-        # link, as in a cache of downloads, is replaced itself, and the file behind it stays.
+        # At the end of its block, atomic_write() replaces the index, which commits the save. If the
+        # index is a link, as in a cache of downloads, the link is replaced, and the file stays.
         with atomic_write(folder / INDEX, follow_symlinks=False) as index:
             if not is_new:
                 clean(folder)
@@ -405,8 +405,8 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
         return []
     chunks = local_chunks(tensor)
     if rank == 0:
-        # A tensor without elements has to be in one file, too. Rank 0 writes it: rank 0 is among
-        # the writers of every tensor.
+        # Rank 0 writes empty chunks, too: a tensor without elements has to be in one file. Rank 0
+        # is among the writers of every tensor.
         return chunks
     return [chunk for chunk in chunks if chunk.tensor.numel() > 0]
 
@@ -415,8 +415,8 @@ def _is_writer(tensor: Any, rank: int) -> bool:
     """Return whether this rank writes its share of a tensor, so that each value is written once.
 
     Rank 0 writes full tensors. A DTensor is written by the ranks with coordinate 0 in each
-    replicated dimension of its mesh. If its mesh is a submesh, the parallel submeshes hold replicas
-    of it, too, and only the submesh that contains rank 0 writes.
+    replicated dimension of its mesh. If the mesh is a submesh, the parallel submeshes have replicas
+    of the tensor, and only the submesh that contains rank 0 writes.
     """
     is_dtensor = hasattr(tensor, "device_mesh")
     if not is_dtensor:
@@ -437,7 +437,7 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
     """Yield a data file to write, which is on the disk after the block.
 
     A local file gets the suffix ``.tmp``. :func:`clean` renames it to its final name after the
-    commit. An object store cannot rename a file, so that a remote file gets its final name at once.
+    commit. An object store cannot rename a file, so a remote file gets its final name at once.
     """
     if isinstance(folder, RemotePath):
         # The object appears in the store at the end of the block.
@@ -551,15 +551,15 @@ def remove_folder(folder: Location) -> None:
 
 
 def clean(folder: Location) -> None:
-    """Remove the data files of saves that are not committed, and give the others their final names.
+    """Remove files of uncommitted saves, and give those of the committed save their final names.
 
     The index names the committed save. Files that a process is still writing stay. Rank 0 calls
     this function after the commit of a save, see ``[Note: commit of a folder]``, and before a save,
     in case the last save was interrupted.
     """
     save_ids = _finished_files(folder)
-    # The index is read after the listing. Otherwise a save that another process commits in between
-    # would lose its files.
+    # The index is read after the listing. In the other order, a save that another process commits
+    # in between would lose its files.
     committed_id = ""
     if (folder / INDEX).is_file():
         index = read_index("save a sharded checkpoint", folder)
@@ -575,7 +575,7 @@ def clean(folder: Location) -> None:
 
 
 def _finished_files(folder: Location) -> dict[Location, str]:
-    """Return the ID of its save for each data file in a folder that no process is writing."""
+    """Return the data files in a folder that no process is writing, with the ID of their save."""
     save_ids: dict[Location, str] = {}
     for path in folder.iterdir():
         match = DATA_NAME.fullmatch(path.name)

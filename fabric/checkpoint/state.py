@@ -164,7 +164,7 @@ class StateDicts:
             elif is_stateful(value):
                 content[name] = value.state_dict()
         # Called for its error: to_json() passes a collection that contains itself to
-        # _refuse_loop(), which raises. gather_shards() would never return from this collection.
+        # _refuse_loop(), which raises. gather_shards() would follow the loop forever.
         to_json(content, _refuse_loop)
         return content
 
@@ -192,15 +192,15 @@ class StateDicts:
                     # The load is not strict, since a module may leave values out of its own state.
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
-                # The state needs no copy: a load gives an optimizer new tensors, and does not write
-                # into the tensors of this state.
+                # Not copied: a load gives the optimizer new tensors, and does not write into the
+                # tensors of this state.
                 undo.callback(value.load_state_dict, value.state_dict())
             elif is_stateful(value):
                 undo.callback(value.load_state_dict, copy.deepcopy(value.state_dict()))
             elif name in state:
                 # A plain value is replaced in the user's dict.
                 undo.callback(operator.setitem, state, name, value)
-        # The user's state_dict() may have drawn random numbers: continue as if it had not.
+        # The user's state_dict() may have drawn random numbers.
         set_rng_state(random_states)
 
 
@@ -244,7 +244,7 @@ def select_content(
             # A shallow copy keeps the type, and the versions of layers that torch attaches to a
             # state dict.
             selected[name] = copy.copy(content[name])
-            # A module may have left a frozen parameter out of its state.
+            # Only the keys that exist: a module may have left a frozen parameter out of its state.
             for key in dropped_keys & selected[name].keys():
                 del selected[name][key]
     return selected
@@ -290,7 +290,9 @@ def check_entries(state: State) -> None:
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a load restores a value in place. It replaces any other value.
+    """Return whether a value has a state that a load restores in place.
+
+    A load replaces any other value.
 
     Raises:
         ArgumentTypeError: the value is a ``DataLoader`` that is not set up.
@@ -318,7 +320,7 @@ def pop_metadata(content: PlainState) -> PlainState:
         CheckpointError: a newer release wrote the checkpoint.
     """
     metadata = content.pop(METADATA_KEY, {})
-    # Only a mapping has a version. check_version() refuses None.
+    # Only a mapping has a version. check_version() refuses None as a version that it does not know.
     version = None
     if isinstance(metadata, Mapping):
         version = metadata.get("format_version", 0)
@@ -367,7 +369,7 @@ def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
     Args:
         state: the state dict of a module. It is not changed.
         expected: the names in the state dict of the module to load into. A value gets the expected
-            name that has its plain name. If there is none, the value gets its plain name.
+            name that has the same plain name. Without such a name, it gets its plain name.
     """
     expected_by_plain_name = {plain_name(name): name for name in expected}
     # A copy and not a new dict, since torch attaches the versions of layers to a state dict.

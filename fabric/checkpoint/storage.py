@@ -99,7 +99,10 @@ class RemotePath:
         self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
-        """Do nothing: an object store has no folders, only objects with slashes in their names."""
+        """Do nothing: an object store has no folders, only objects with slashes in their names.
+
+        Callers call the same methods for local paths.
+        """
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
@@ -134,8 +137,8 @@ Location = Path | RemotePath
 def locate(path: str | os.PathLike[str]) -> Any:
     """Resolve a user's path to an absolute :data:`Location`.
 
-    A later ``chdir`` does not affect the result. The declared type is Any: the result is also
-    passed to a ``CheckpointIO`` of the user, which may be declared to take a ``Path``.
+    A later ``chdir`` does not affect the result. The declared type is Any, since the result is also
+    passed to the user's ``CheckpointIO``, which may be declared to take a ``Path``.
 
     Raises:
         ConfigurationError: the path is not a valid file name.
@@ -238,7 +241,7 @@ def _similar_paths(path: Location) -> list[str]:
     with suppress(OSError):
         names = [entry.name for entry in islice(path.parent.iterdir(), _MAX_ENTRIES)]
     similar = []
-    # More names than an error shows, because some of them are not checkpoints.
+    # n is larger than the number of suggestions, because some of the names are not checkpoints.
     for name in difflib.get_close_matches(path.name, names, n=20):
         candidate = str(path.parent / name)
         is_archive = os.path.isfile(candidate) and zipfile.is_zipfile(candidate)
