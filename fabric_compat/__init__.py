@@ -21,8 +21,8 @@ __all__ = ["Fabric", "is_wrapped", "seed_everything", "wrappers"]
 def __getattr__(name: str) -> Any:
     """Import a name or a module of this package when it is used.
 
-    Python calls this function for names that are not defined here. So
-    ``python -m fabric_compat run`` imports no more than ``fabric run``, which only supervises.
+    Python calls this function for names that are not defined here. So the import of this package
+    alone is cheap: ``python -m fabric_compat run`` imports no more than ``fabric run``.
     """
     modules = {
         "Fabric": "fabric_compat.fabric",

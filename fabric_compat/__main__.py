@@ -25,6 +25,7 @@ def main() -> None:
 
     The processes that the script launches also find Lightning's names in this package.
     """
+    # Every rank that fabric launches imports the module of this name before the script.
     os.environ["FABRIC_PRELOAD"] = installed.__name__
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def _fabric_command(arguments: list[str]) -> list[str]:
-    """Return the command line of ``fabric`` for one of Lightning's ``fabric run``.
+    """Return the arguments of ``fabric`` for the arguments of Lightning's ``fabric run``.
 
     Lightning's options may have underscores, and may come after the name of the script. Without
     ``--devices`` there is one process.

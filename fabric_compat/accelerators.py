@@ -19,7 +19,7 @@ __getattr__ = partial(missing, __name__)
 
 
 class _LightningAccelerator(Accelerator):
-    """The methods of an accelerator that Lightning calls on the class."""
+    """The methods of an accelerator that Lightning has. Scripts call them on the class."""
 
     @classmethod
     def is_available(cls) -> bool:  # type: ignore[override]
@@ -31,7 +31,7 @@ class _LightningAccelerator(Accelerator):
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
-        """Return the devices of the ranks, given by number or by index."""
+        """Return devices, given as their number, as a string such as ``"auto"``, or as indices."""
         if isinstance(devices, int | str):
             return list(cls().parse_devices(devices))
         return [torch.device(cls.name, index) for index in devices]
@@ -89,7 +89,10 @@ ACCELERATOR_REGISTRY = _AcceleratorRegistry(
 
 
 def with_lightning_methods(accelerator: Accelerator) -> Accelerator:
-    """Return an accelerator of the same hardware that has Lightning's methods."""
+    """Return an accelerator of the same hardware that has Lightning's methods.
+
+    An accelerator of hardware that is not registered is returned unchanged.
+    """
     if isinstance(accelerator, _LightningAccelerator):
         return accelerator
     return ACCELERATOR_REGISTRY.get(accelerator.name, accelerator)
@@ -108,7 +111,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     for index in range(torch.cuda.device_count()):
         if len(usable) == num_devices:
             break
-        with suppress(RuntimeError):  # another process uses the device exclusively
+        # torch raises if another process uses the device exclusively.
+        with suppress(RuntimeError):
             torch.ones(1, device=torch.device("cuda", index))
             usable.append(index)
     if num_devices not in (-1, len(usable)):

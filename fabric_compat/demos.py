@@ -48,7 +48,10 @@ class Transformer(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    """Lightning's encoding, which adds to every word the waves of the position after the last."""
+    """Lightning's encoding, which adds the same waves to all words of a text.
+
+    The waves are those of the position after the last word.
+    """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
         super().__init__()
@@ -85,6 +88,7 @@ class WikiText2(Dataset[Any]):
         return len(self.dictionary)
 
     def __len__(self) -> int:
+        # One block fewer, as in Lightning: the last full block may have no block one word later.
         return len(self.data) // self.block_size - 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:

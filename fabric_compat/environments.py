@@ -11,17 +11,20 @@ from torch.distributed.elastic.utils.distributed import get_free_port as find_fr
 from fabric import environments
 from fabric.world import read_integer_variable, read_variable
 
+_DEFAULT_PORT = 12910  # Lightning's port where no variable has another
+
 
 def rank_of_process() -> int | None:
     """Return the rank that launchers have set, or None if no launcher started this process."""
-    # SLURM sets its variable also where another launcher starts the processes.
+    # The first variable that is set counts. SLURM's variable is not the first: SLURM sets it also
+    # where another launcher starts the processes.
     return read_integer_variable(
         os.environ, "RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"
     )
 
 
 class ClusterEnvironment(ABC):
-    """The base class of users' environments, which define where a process is in its job."""
+    """The base class of users' environments, which tell the place of a process in its job."""
 
     @classmethod
     def detect(cls) -> bool:
@@ -110,8 +113,8 @@ class LightningEnvironment(ClusterEnvironment):
 class _VariableEnvironment(ClusterEnvironment):
     """The base class of environments whose launcher sets a variable for each number.
 
-    Raises:
-        KeyError: The launcher has not set a variable.
+    A subclass sets the names of the variables. A property or method whose variable the launcher has
+    not set raises a KeyError.
     """
 
     @property
@@ -162,7 +165,7 @@ class TorchElasticEnvironment(_VariableEnvironment):
 
     @property
     def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", 12910))
+        return int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
 
     def node_rank(self) -> int:
         return int(os.environ.get("GROUP_RANK", 0))
@@ -209,8 +212,8 @@ class SLURMEnvironment(_VariableEnvironment):
             return port
         job_id = os.environ.get("SLURM_JOB_ID")
         if job_id is None:
-            return 12910
-        # All processes of a job derive the same port.
+            return _DEFAULT_PORT
+        # All processes of a job compute the same port, as in Lightning. Ports go up to 65535.
         return 15000 + int(job_id[-4:])
 
     @staticmethod
@@ -249,9 +252,9 @@ class LSFEnvironment(_VariableEnvironment):
 
     @staticmethod
     def _hosts() -> list[str]:
-        """Return the hosts in order, each once."""
+        """Return the hosts of the processes, in their order. Each host is there once."""
         lines = Path(os.environ["LSB_DJOB_RANKFILE"]).read_text().split()
-        # The first line is the host that submits the job.
+        # The first line is the host that submits the job. It runs no process.
         return list(dict.fromkeys(lines[1:]))
 
     @property
@@ -263,7 +266,7 @@ class LSFEnvironment(_VariableEnvironment):
         port = read_integer_variable(os.environ, "MASTER_PORT")
         if port is not None:
             return port
-        # All processes of a job derive the same port.
+        # All processes of a job compute the same port, as in Lightning.
         return 10000 + int(os.environ["LSB_JOBID"]) % 1000
 
     def node_rank(self) -> int:
@@ -291,8 +294,10 @@ class MPIEnvironment(ClusterEnvironment):
     def _world(self) -> Any:
         detected = environments.detect(os.environ, self._environments)
         if detected is None:
+            # The error is that of other environments, whose launcher has not set a variable.
             raise KeyError("OMPI_COMM_WORLD_RANK")
-        return detected[1]
+        _, world = detected
+        return world
 
     @property
     def main_address(self) -> str:

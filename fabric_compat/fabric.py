@@ -55,7 +55,7 @@ _DEFAULTS = {
     "num_nodes": 1,
     "precision": None,
 }
-# What a name of the user stands for, by the argument of Fabric.
+# The registry of names that are values of an argument of Fabric, by the argument.
 _REGISTRIES = {
     "accelerator": ACCELERATOR_REGISTRY,
     "strategy": strategies.STRATEGY_REGISTRY,
@@ -75,7 +75,7 @@ class Fabric(_Fabric):
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
         options = _with_variables({**_DEFAULTS, **options})
         for name, registry in _REGISTRIES.items():
-            # A name of fabric's own is left to fabric.
+            # Only names that the user has registered. Fabric itself knows its own names.
             if isinstance(options[name], str) and registry.of_user(options[name]):
                 options[name] = registry.get(options[name])
         if isinstance(options.get("loggers"), Loggers):
@@ -83,10 +83,10 @@ class Fabric(_Fabric):
             options["loggers"] = options["loggers"].user_loggers
         strategy = options["strategy"]
         if isinstance(strategy, SingleDeviceStrategy):
-            # Each of several processes may have its own single device.
+            # Processes of a launcher may each have a single device. They do not form a job.
             options.setdefault("environment", "none")
         sorted_plugins = _sort_plugins(as_list(plugins))
-        _refuse_second_places(sorted_plugins, options)
+        _refuse_plugins_set_twice(sorted_plugins, options)
         cluster = sorted_plugins.get("cluster_environment")
         if cluster is None:
             cluster = _take_cluster_environment(strategy)
@@ -100,16 +100,21 @@ class Fabric(_Fabric):
         checkpoint_io = sorted_plugins.get("checkpoint_io")
         if checkpoint_io is not None:
             self.strategy.checkpoint_io = checkpoint_io
+        # Changes the class of the strategy in place.
         strategies.with_lightning_methods(self.strategy)
         self._plan_process(cluster or find_cluster_environment())
         self._launched = False
+        # Scripts read Lightning's private attributes _strategy and _precision.
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
         self._plan = replace(self._plan, precision=self._precision)
         self.strategy.precision = self._precision
 
     def _plan_process(self, cluster: ClusterEnvironment) -> None:
-        """Tell the strategy what is known before the launch."""
+        """Tell the strategy the ranks, the device and the environment, before the launch.
+
+        A strategy of a class of the user is not told.
+        """
         strategy = self.strategy
         if not isinstance(strategy, strategies._LightningStrategy):
             return
@@ -146,7 +151,11 @@ class Fabric(_Fabric):
         return super().device
 
     def _connected_world(self, method_name: str) -> World:
-        return self._plan.world or World()  # all ranks are 0 before the launch
+        """Return the ranks of this process. Before the launch, all ranks are 0.
+
+        ``fabric.Fabric`` raises an error before the launch.
+        """
+        return self._plan.world or World()
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
         """Start the processes. A second call without a function does nothing."""
@@ -183,7 +192,11 @@ class Fabric(_Fabric):
         return _single_or_tuple(model, *optimizers, scheduler)
 
     def _attach(self, user_module: Any, optimizers: Any) -> None:
-        """Tell a LightningModule its Fabric and its optimizers, and call its hooks."""
+        """Tell a LightningModule its Fabric and its optimizers, and make it a callback.
+
+        As a callback, its hooks are called. Other modules do not change.
+        """
+        # Only a LightningModule has the attribute.
         if not hasattr(user_module, "_fabric"):
             return
         user_module._fabric = self
@@ -200,6 +213,10 @@ class Fabric(_Fabric):
         return None
 
     def _prepare_module(self, module: Any, optimizers: Any, move_to_device: bool) -> Any:
+        """Set up a module, and return a :class:`_FabricModule`. May be collective.
+
+        ``optimizers`` are the optimizers that train the module. They are only checked.
+        """
         session = self._ensure_session("setup")
         new_optimizers = [
             optimizer for optimizer in optimizers if optimizer not in session.optimizers
@@ -227,6 +244,7 @@ class Fabric(_Fabric):
         return _single_or_tuple(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
+        """Set up the optimizers that are not set up yet, in place."""
         session = self._ensure_session("setup_optimizers")
         new_optimizers = [
             optimizer for optimizer in optimizers if optimizer not in session.optimizers
@@ -270,7 +288,7 @@ class Fabric(_Fabric):
                 self._as_in_lightning(loader, shard),
                 shard=shard,
                 device=device,
-                seed_workers=False,
+                seed_workers=False,  # pl_worker_init_function() seeds workers, if they are seeded
                 **options,
             )
             # FabricDataLoader.__setattr__ would set the attribute of the user's loader.
@@ -287,19 +305,21 @@ class Fabric(_Fabric):
         """
         if isinstance(loader, FabricDataLoader) or not isinstance(loader, DataLoader):
             return loader
-        shares = self.strategy.distributed_sampler_kwargs
-        # Fabric shards the batches of a batch sampler without a sampler.
+        sampler_kwargs = self.strategy.distributed_sampler_kwargs
+        # A batch sampler may have no sampler to replace. Fabric then shards the batches.
         has_sampler = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
         is_sharded = isinstance(loader.sampler, DistributedSampler)
-        if shard and shares is not None and has_sampler and not is_sharded:
-            loader = _update_dataloader(loader, _distributed_sampler(loader, shares))
-        has_seeds = os.environ.get("PL_SEED_WORKERS") == "1"
-        if has_seeds and loader.worker_init_fn is None:
+        if shard and sampler_kwargs is not None and has_sampler and not is_sharded:
+            loader = _update_dataloader(loader, _distributed_sampler(loader, sampler_kwargs))
+        # Set by seed_everything(workers=True).
+        should_seed_workers = os.environ.get("PL_SEED_WORKERS") == "1"
+        if should_seed_workers and loader.worker_init_fn is None:
             loader = copy(loader)
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
         return loader
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Call ``on_after_optimizer_step`` of the callbacks. torch calls this hook after a step."""
         self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
@@ -344,7 +364,8 @@ class Fabric(_Fabric):
         """
         data = convert_to_tensors(data, self.device)
         name = name_of_reduction(reduce_op)
-        tensors = [leaf for leaf in flatten(data)[0] if isinstance(leaf, Tensor)]
+        leaves, _ = flatten(data)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if name == "mean":
             tensors = [_as_inexact(tensor) for tensor in tensors]
         results = iter(super().all_reduce(tensors, group, name))
@@ -352,6 +373,7 @@ class Fabric(_Fabric):
 
         def fill_with_result(tensor: Tensor) -> Tensor:
             result = next(results)
+            # A copy into the tensor would lose the graph of a result with gradients.
             if result.requires_grad:
                 return result
             return tensor.detach().copy_(result)
@@ -388,10 +410,10 @@ def _expand(path: Any) -> str:
 
 
 def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the values of Lightning's environment variables.
+    """Return the options with the values of Lightning's environment variables, such as LT_DEVICES.
 
     Raises:
-        ValueError: An option and its variable differ.
+        ValueError: An option and its variable differ, and the option is not the default.
     """
     for name, default in _DEFAULTS.items():
         option = options[name]
@@ -403,11 +425,13 @@ def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:
-    """Return the plugins by the argument of a strategy that each of them stands for.
+    """Return the plugins by the argument of a strategy that they are values of.
+
+    The arguments are ``"cluster_environment"``, ``"checkpoint_io"`` and ``"precision"``.
 
     Raises:
         TypeError: An object is not a plugin.
-        ConfigurationError: Two plugins stand for the same argument.
+        ConfigurationError: Two plugins are values of the same argument.
     """
     sorted_plugins: dict[str, Any] = {}
     for plugin in plugins:
@@ -431,8 +455,8 @@ def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:
     return sorted_plugins
 
 
-def _refuse_second_places(plugins: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise a ConfigurationError if a plugin's argument is set in another place, too.
+def _refuse_plugins_set_twice(plugins: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError if the user sets a plugin and an argument for the same thing.
 
     Args:
         plugins: The plugins by argument.
@@ -443,13 +467,14 @@ def _refuse_second_places(plugins: Mapping[str, Any], options: Mapping[str, Any]
         places: list[str] = []
         if argument == "precision" and options["precision"] is not None:
             places.append(f"precision={options['precision']!r}")
-        of_strategy = None
+        # The value that the user has passed to the strategy, if any.
+        strategy_value = None
         if isinstance(strategy, Strategy) and argument == "precision":
-            of_strategy = strategy._requested_precision
+            strategy_value = strategy._requested_precision
         elif isinstance(strategy, Strategy):
-            of_strategy = getattr(strategy, argument)
-        if of_strategy is not None:
-            places.append(f"{argument}={type(of_strategy).__name__}(...) of the strategy")
+            strategy_value = getattr(strategy, argument)
+        if strategy_value is not None:
+            places.append(f"{argument}={type(strategy_value).__name__}(...) of the strategy")
         if places:
             raise ConfigurationError(
                 f"Fabric(plugins={type(plugin).__name__}(...)) with {' and '.join(places)}",
@@ -462,8 +487,8 @@ def _refuse_second_places(plugins: Mapping[str, Any], options: Mapping[str, Any]
 def _take_cluster_environment(strategy: Any) -> ClusterEnvironment | None:
     """Remove a cluster environment from a strategy and return it, or None if there is none.
 
-    The plan of fabric takes an environment of fabric from a strategy. Afterwards the strategy gets
-    its cluster environment back.
+    While ``Fabric`` is constructed, the attribute may only have an environment of fabric. Then
+    ``_plan_process`` sets the attribute again.
     """
     cluster = getattr(strategy, "cluster_environment", None)
     if not isinstance(cluster, ClusterEnvironment):
@@ -473,7 +498,10 @@ def _take_cluster_environment(strategy: Any) -> ClusterEnvironment | None:
 
 
 def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:
-    """Return an environment of fabric for a cluster environment."""
+    """Return an environment of fabric for a cluster environment, for ``Fabric(environment=...)``.
+
+    The result is ``"none"`` if no launcher started this process.
+    """
     devices = getattr(options["strategy"], "parallel_devices", None)
     if devices is None:
         accelerator = _parse_accelerator(options["accelerator"])
@@ -485,6 +513,7 @@ def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvi
 
 
 def _accepted_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -22,10 +22,12 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in COUNTERPARTS:
             return None
+        # The import system looks for submodules only below a package.
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(COUNTERPARTS[spec.name])
+        # Kept for exec_module(), which restores it.
         spec.loader_state = module.__spec__
         return module
 
@@ -35,7 +37,8 @@ class _Finder(MetaPathFinder, Loader):
         assert spec is not None
         module.__spec__ = spec.loader_state
         if spec.name in _ROOTS:
-            # The import system makes a module an attribute of its parent.
+            # Scripts use submodules without importing them, such as lightning.fabric.utilities. An
+            # import makes a submodule an attribute of its parent.
             for name in modules_below(spec.name):
                 import_module(name)
 

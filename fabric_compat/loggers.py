@@ -81,6 +81,8 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FileLogger(Logger):
+    """The base class of loggers that write files into ``root_dir/name/version_k/sub_dir``."""
+
     def __init__(
         self,
         root_dir: Any,
@@ -99,11 +101,13 @@ class _FileLogger(Logger):
 
     @property
     def version(self) -> int | str:
+        """The version. If the user gave none, the next free number."""
         if self._version is None:
             self._version = self._next_version()
         return self._version
 
     def _next_version(self) -> int:
+        """Return one more than the largest number of a folder ``version_<number>``, or 0."""
         next_version = 0
         root_folder = Path(os.path.expandvars(self.root_dir)).expanduser()
         for path in (root_folder / self.name).glob("version_*"):
@@ -114,6 +118,7 @@ class _FileLogger(Logger):
 
     @property
     def log_dir(self) -> str:
+        """The folder of the run, with ``~`` and environment variables replaced."""
         version = self.version
         if not isinstance(version, str):
             version = f"version_{version}"
@@ -142,6 +147,8 @@ class _FileLogger(Logger):
 class _ExperimentWriter:
     """The rows of a :class:`CSVLogger`, which :meth:`save` appends to the file.
 
+    ``CSVLogger.experiment`` returns this object.
+
     Attributes:
         metrics: the rows that are not in the file yet.
     """
@@ -152,7 +159,8 @@ class _ExperimentWriter:
         self.metrics: list[dict[str, Any]] = []
         self.log_dir = log_dir
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
-        self._logger = fabric_loggers.CSVLogger(log_dir, "", "")
+        # log_dir has the name and the version already.
+        self._logger = fabric_loggers.CSVLogger(log_dir, name="", version="")
         os.makedirs(log_dir, exist_ok=True)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
@@ -183,7 +191,8 @@ class CSVLogger(_FileLogger):
 
     @cached_property
     def _logger(self) -> fabric_loggers.CSVLogger:
-        return fabric_loggers.CSVLogger(self.log_dir, "", "")
+        """The logger that writes ``hparams.json``. ``experiment`` writes ``metrics.csv``."""
+        return fabric_loggers.CSVLogger(self.log_dir, name="", version="")
 
     @cached_property
     def _experiment(self) -> _ExperimentWriter:
@@ -193,6 +202,7 @@ class CSVLogger(_FileLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep a row, and write the rows if this step is one at which they are flushed."""
         if step is None:
             step = len(self._experiment.metrics)
         self._experiment.log_metrics(self._add_prefix(metrics), step)
@@ -214,7 +224,7 @@ class CSVLogger(_FileLogger):
 
 
 def _plain_params(params: Any) -> dict[str, Any]:
-    """Return hyperparameters as a dictionary, in which dataclasses are dictionaries, too.
+    """Return hyperparameters as a dictionary. Values that are dataclasses become dictionaries.
 
     Args:
         params: a mapping, a ``Namespace``, a dataclass, or None for no parameters.
@@ -230,6 +240,7 @@ def _plain_params(params: Any) -> dict[str, Any]:
 
 
 def _is_dataclass_object(value: Any) -> bool:
+    # is_dataclass() is true for the class itself, too.
     return is_dataclass(value) and not isinstance(value, type)
 
 
@@ -263,7 +274,10 @@ class TensorBoardLogger(_FileLogger):
 
     @cached_property
     def _logger(self) -> fabric_loggers.TensorBoardLogger:
-        return fabric_loggers.TensorBoardLogger(self.log_dir, "", "", **self._writer_options)
+        # log_dir has the name and the version already.
+        return fabric_loggers.TensorBoardLogger(
+            self.log_dir, name="", version="", **self._writer_options
+        )
 
     experiment = property(rank_zero_experiment(lambda self: self._logger._open_writer()))
 
@@ -287,6 +301,7 @@ class TensorBoardLogger(_FileLogger):
             self._logger.log_hyperparams(plain_params)
             return
         self.log_metrics(metrics, step)
+        # Imported here, since the package tensorboard is optional.
         from torch.utils.tensorboard.summary import hparams
 
         flat_params = _sanitize_params(_flatten_dict(plain_params))
@@ -295,6 +310,7 @@ class TensorBoardLogger(_FileLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write metrics. A metric that is a mapping becomes several curves in one chart."""
         groups: dict[str, Mapping[str, Any]] = {}
         scalars: dict[str, Any] = {}
         for name, value in metrics.items():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+# What to use instead, by a part of the names.
 _INSTEAD = {
     "XLA": "there are no TPUs here; accelerator='cuda' or 'cpu'",
     "DeepSpeed": (
@@ -16,7 +17,11 @@ _INSTEAD = {
 
 
 class Missing(Exception):
-    """The base of classes that a script may import, or name in ``except``, but not instantiate."""
+    """The base of classes that a script may import, or name in ``except``, but not instantiate.
+
+    Attributes:
+        instead: what to use instead, for the error.
+    """
 
     instead: str
 

@@ -3,6 +3,7 @@
 One module of this package has the names of several modules of Lightning.
 """
 
+# Lightning Fabric's modules, by the module of this package that has their names.
 _MODULES_OF_FABRIC = {
     "accelerators": """
         accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps
@@ -37,6 +38,7 @@ _MODULES_OF_FABRIC = {
     "testing": "utilities.testing",
     "wrappers": "wrappers",
 }
+# The modules of lightning.pytorch that scripts with Fabric import, without the Trainer.
 _MODULES_BESIDE_TRAINER = {
     "demos": "demos demos.transformer",
     "pytorch": """
@@ -61,6 +63,7 @@ _ROOTS = (
 
 
 def _counterparts() -> dict[str, str]:
+    """Return the module of this package for each module of Lightning, by the full names."""
     counterparts = {
         "lightning": "fabric_compat.lightning",
         "lightning.fabric": "fabric_compat.lightning_fabric",

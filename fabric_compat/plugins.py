@@ -58,7 +58,8 @@ class Precision(FabricPrecision):
 
     def __init__(self, precision: Any = None, *_: Any, **__: Any) -> None:
         parsed = parse_precision(precision or self._default)
-        vars(self).update(vars(parsed))  # the fields are frozen
+        # The dataclass is frozen: an assignment would raise.
+        vars(self).update(vars(parsed))
 
     @property
     def precision(self) -> str:
@@ -71,6 +72,7 @@ class Precision(FabricPrecision):
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new tensors have the dtype of a ``*-true`` precision."""
         if self.param_dtype is None:
             return nullcontext()
         return _DtypeContextManager(self.param_dtype)
@@ -81,6 +83,7 @@ class Precision(FabricPrecision):
         """Let a subclass define ``forward_context`` without arguments, as in Lightning."""
         super().__init_subclass__(**kwargs)
         override = cls.__dict__.get("forward_context")
+        # The only parameter is self. fabric passes the type of the device.
         if override is not None and len(inspect.signature(override).parameters) == 1:
             cls.forward_context = lambda self, device_type="": override(self)
 
@@ -94,6 +97,7 @@ class Precision(FabricPrecision):
 
     @property
     def has_own_context(self) -> bool:
+        """Whether a class of the user overrides :meth:`forward_context`. Strategies read it."""
         return type(self).forward_context is not Precision.forward_context
 
     @property
@@ -127,7 +131,8 @@ class Precision(FabricPrecision):
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Subclasses may override the methods below.
 
-        ``clip_gradients`` and the step unscale gradients. The loss scale is in checkpoints.
+        ``Fabric.clip_gradients`` and the optimizer's step unscale gradients. ``Fabric.save`` saves
+        the loss scale.
         """
 
     pre_backward = _do_nothing
@@ -140,8 +145,8 @@ class Precision(FabricPrecision):
 class MixedPrecision(Precision):
     """``"16-mixed"`` or ``"bf16-mixed"``.
 
-    The loss scale has the settings of ``scaler``. Fabric changes its own scale, and leaves the
-    scale of this object as it is.
+    The loss scale begins with the settings of ``scaler``. During training, fabric changes a loss
+    scale of its own, and not this object.
 
     Raises:
         ValueError: The precision is not one of the two, or ``"bf16-mixed"`` has a scaler.
@@ -258,12 +263,17 @@ class AsEnvironment:
     """A :class:`ClusterEnvironment` as an environment of fabric."""
 
     def __init__(self, cluster: ClusterEnvironment, devices: int, num_nodes: int) -> None:
+        """Adapt ``cluster``. ``devices`` is the number of devices and of processes per node."""
         self._cluster = cluster
         self._size = devices * num_nodes
         self._devices = devices
         self.name = type(cluster).__name__
 
     def detect(self, env: Mapping[str, str]) -> World | None:
+        """Return the place of this process in its job, or None if no launcher started it.
+
+        The cluster environment is told the number of processes and the rank, as in Lightning.
+        """
         if read_variable(env, "FABRIC_STORE"):
             return World.from_env(env)  # fabric's own launchers started this rank
         cluster = self._cluster
@@ -300,7 +310,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: Any) -> None: ...
 
-    # The methods below have fabric's names.
+    # Fabric calls the methods below, see fabric.checkpoint.CheckpointIO.
     def save(self, state: Mapping[str, Any], path: Path) -> None:
         self.save_checkpoint(dict(state), path)
 
@@ -347,13 +357,14 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _new_group(**_: Any) -> Any:
+    """Return an object that stands for the group of a single process."""
     return object()
 
 
 class Collective:
     """Collectives on tensors, over a group that the object owns.
 
-    The five functions below suit a single process.
+    Subclasses replace the five functions below, which are for a single process.
     """
 
     is_available: Any = staticmethod(_always)
@@ -398,6 +409,7 @@ class SingleDeviceCollective(Collective):
         return tensor
 
     def _return_first(self, _: Any, tensors: Any, *__: Any, **___: Any) -> Any:
+        # The first argument is the tensor that torch would fill.
         return tensors[0]
 
     broadcast = _return_tensor
@@ -420,6 +432,7 @@ class SingleDeviceCollective(Collective):
 def _init_process_group(**kwargs: Any) -> None:
     """Call ``init_process_group``, by default with the ranks and the store of ``fabric run``."""
     world = World.from_env(os.environ)
+    # Whether the user says how the processes find each other.
     has_method = not kwargs.keys().isdisjoint({"init_method", "store"})
     if world is not None and world.store is not None and not has_method:
         job_store = find_store(world, kwargs.get("timeout", default_pg_timeout))
@@ -431,7 +444,7 @@ def _init_process_group(**kwargs: Any) -> None:
 
 
 class TorchCollective(Collective):
-    """``torch.distributed`` over a group. Without :meth:`create_group`, the whole job."""
+    """``torch.distributed`` over a group, or without :meth:`create_group` over the whole job."""
 
     is_available = staticmethod(dist.is_available)
     is_initialized = staticmethod(dist.is_initialized)
@@ -461,12 +474,13 @@ class TorchCollective(Collective):
 
     @staticmethod
     def destroy_group(group: Any) -> None:
+        # A rank outside of the group has no group to destroy.
         if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
             dist.destroy_process_group(group)
 
 
 def _bind(signature: Signature, group: Any, args: Any, kwargs: Any) -> BoundArguments:
-    """Bind arguments of a collective of torch, whose reduction may be a string."""
+    """Bind arguments to a collective of torch. A reduction given as a string becomes a ReduceOp."""
     bound = signature.bind(*args, **kwargs, group=group)
     op = bound.arguments.get("op")
     if isinstance(op, str):
@@ -475,7 +489,7 @@ def _bind(signature: Signature, group: Any, args: Any, kwargs: Any) -> BoundArgu
 
 
 def _barrier_method(name: str) -> Any:
-    """Return a method that waits for the other ranks of the group."""
+    """Return a method that waits for the other ranks of the group, if this rank is in the group."""
     function: Any = getattr(dist, name)
     signature = inspect.signature(function)
 
@@ -490,7 +504,10 @@ def _barrier_method(name: str) -> Any:
 
 
 def _collective_method(name: str, output_position: int) -> Any:
-    """Return a method that calls a collective of torch and returns the argument that it fills."""
+    """Return a method that calls a collective of torch and returns the argument that torch fills.
+
+    ``output_position`` is the position of this argument.
+    """
     function: Any = getattr(dist, name)
     signature = inspect.signature(function)
 
@@ -504,9 +521,10 @@ def _collective_method(name: str, output_position: int) -> Any:
     return method
 
 
+# Define the methods of TorchCollective that have the names of torch's functions.
 for _name in ("barrier", "monitored_barrier"):
     setattr(TorchCollective, _name, _barrier_method(_name))
-for _name in ("gather", "gather_object"):
+for _name in ("gather", "gather_object"):  # the list to fill comes after the tensor to send
     setattr(TorchCollective, _name, _collective_method(_name, output_position=1))
 for _name in (
     "all_gather",

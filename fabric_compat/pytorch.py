@@ -32,7 +32,7 @@ class Callback:
 
 
 class _Hooks:
-    """Hooks that a script may call although its class does not define them."""
+    """Hooks that a script may call, whether or not the user's class overrides them."""
 
     def prepare_data(self) -> None:
         """Do nothing. Subclasses may override this method."""
@@ -75,7 +75,7 @@ class LightningModule(nn.Module, _Hooks):
         self._fabric_optimizers: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the Fabric, which belongs to this process."""
+        """Return the attributes to pickle. The Fabric belongs to this process, and is left out."""
         return {**vars(self), "_fabric": None, "_fabric_optimizers": []}
 
     @property
@@ -89,6 +89,7 @@ class LightningModule(nn.Module, _Hooks):
 
     @property
     def device(self) -> Any:
+        """The device of the parameters. Without parameters, the device of the Fabric."""
         for parameter in self.parameters():
             return parameter.device
         return self._attached("device").device
@@ -110,6 +111,7 @@ class LightningModule(nn.Module, _Hooks):
         return next(iter(self.loggers), None)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizers that were set up with this module: one, or a list of several."""
         optimizers = list(self._fabric_optimizers)
         if len(optimizers) == 1:
             return optimizers[0]
@@ -147,7 +149,9 @@ class LightningModule(nn.Module, _Hooks):
         self._attached("manual_backward").backward(loss, *args, **kwargs)
 
     def _attached(self, name: str) -> Any:
-        """Return the Fabric.
+        """Return the Fabric that has set up this module.
+
+        ``name`` is the attribute that the user has called, for the error.
 
         Raises:
             RuntimeError: No Fabric has set up this module.
@@ -159,15 +163,16 @@ class LightningModule(nn.Module, _Hooks):
 
 
 def is_overridden(method_name: str, instance: Any = None, parent: Any = None) -> bool:
-    """Return whether an object's class defines a method other than its parent's.
+    """Return whether an object's class overrides a method of its parent.
 
     Args:
         method_name: The name of the method.
-        instance: An object, or None, whose methods are never overridden.
-        parent: The class to compare with. The default is the base class that Lightning has.
+        instance: The object. For None the result is False.
+        parent: The class to compare with. The default is the base class of the object:
+            ``LightningModule``, ``LightningDataModule`` or ``Callback``.
 
     Raises:
-        ValueError: The object has none of these base classes.
+        ValueError: There is no ``parent``, and the object has none of these base classes.
     """
     if instance is None:
         return False
@@ -179,7 +184,8 @@ def is_overridden(method_name: str, instance: Any = None, parent: Any = None) ->
         raise ValueError(f"is_overridden({method_name!r}): {instance!r} has no class of Lightning")
     if hasattr(parent, method_name):
         return overrides.is_overridden(method_name, instance, parent)
-    # Lightning's classes define all hooks, which do nothing.
+    # The classes of this file lack most hooks of Lightning's classes. So the method, if there is
+    # one, is the user's.
     return callable(getattr(instance, method_name, None))
 
 
@@ -187,8 +193,9 @@ def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
     """Return an object of the class ``init["class_path"]``.
 
     Args:
-        args: A positional argument, or a tuple of them.
-        init: ``{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}``.
+        args: The positional argument of the class, or a tuple of its positional arguments.
+        init: The name of the class and its keyword arguments, such as
+            ``{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}``.
     """
     if not isinstance(args, tuple):
         args = (args,)

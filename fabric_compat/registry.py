@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 
 class Registry(dict[str, dict[str, Any]]):
-    """What the user and fabric have registered in this process, by name.
+    """The classes that the user and fabric have registered in this process, by name.
 
-    A subclass sets ``_kind``, the key of the class in an entry.
+    An entry is a dict. A subclass sets ``_kind``, the key of the class in an entry, such as
+    ``"strategy"``.
 
     Args:
         builtins: the classes or functions that make fabric's own objects, by name.
@@ -45,7 +46,7 @@ class Registry(dict[str, dict[str, Any]]):
             factory: the class, or a function that returns an object.
             description: a text for people.
             override: whether to replace a class of the same name.
-            **init_params: the keyword arguments with which :meth:`get` calls the class.
+            **init_params: the keyword arguments that :meth:`get` passes to the class.
 
         Raises:
             ValueError: there is a class of this name, and ``override`` is false.
@@ -62,10 +63,10 @@ class Registry(dict[str, dict[str, Any]]):
         return register_class(factory)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a new object of the class of this name.
+        """Return a new object of the class of this name. Without such a class, return ``default``.
 
         Raises:
-            KeyError: there is no such class, and no default.
+            KeyError: there is no such class, and ``default`` is None.
         """
         if name in self:
             entry = self[name]
@@ -75,7 +76,7 @@ class Registry(dict[str, dict[str, Any]]):
         return default
 
     def of_user(self, name: str) -> bool:
-        """Return whether the user has registered the class of this name."""
+        """Return whether the user, and not fabric, has registered the class of this name."""
         return name in self and self[name][self._kind] is not self._builtins.get(name)
 
     def remove(self, name: str) -> None:

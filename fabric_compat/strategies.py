@@ -66,8 +66,8 @@ class PlannedProcess(NamedTuple):
     """What a ``Fabric`` knows of this process before the launch.
 
     Attributes:
-        world: the ranks. All ranks are 0 in a process that is to start the others.
-        device: the device.
+        world: the ranks. All ranks are 0 in a process that will start the other processes.
+        device: the device of this process.
     """
 
     world: World
@@ -75,10 +75,10 @@ class PlannedProcess(NamedTuple):
 
 
 class _LightningStrategy(Strategy):
-    """The methods of a strategy that Lightning has, which scripts call without a ``Fabric``, too.
+    """The methods of Lightning's strategies. Scripts also call them without a ``Fabric``.
 
     A strategy that is not started has the ranks and the device that its ``Fabric`` has planned.
-    Without a ``Fabric`` it is the only rank of a job, as in Lightning.
+    Without a ``Fabric``, its process is the only rank of a job, as in Lightning.
     """
 
     # Fabric sets it. None if there is no Fabric.
@@ -86,6 +86,10 @@ class _LightningStrategy(Strategy):
 
     @property
     def runtime(self) -> Runtime:
+        """The runtime. A strategy that is not started has one for a job of a single process.
+
+        If the process is one of several, a strategy that is not started raises an error.
+        """
         if self._runtime is None and not dist.is_initialized():
             runtime = self._standalone_runtime()
             if runtime.world.world_size == 1:
@@ -106,6 +110,7 @@ class _LightningStrategy(Strategy):
 
     @property
     def _world(self) -> World:
+        """The ranks. Before the launch, the ranks that the ``Fabric`` has planned."""
         if self._runtime is None and self.planned_process is not None:
             return self.planned_process.world
         return self.runtime.world
@@ -192,15 +197,16 @@ class _LightningStrategy(Strategy):
 
         Collective: every rank must call it.
         """
-        refuses_code = weights_only is not False  # None means True
+        if weights_only is None:
+            weights_only = True
         coordinator = self._coordinator()
         if isinstance(state, nn.Module | Optimizer):
-            coordinator.load_raw(path, state, strict=strict, weights_only=refuses_code, rename=None)
+            coordinator.load_raw(path, state, strict=strict, weights_only=weights_only, rename=None)
             return {}
-        return coordinator.load(path, state, strict=strict, weights_only=refuses_code)
+        return coordinator.load(path, state, strict=strict, weights_only=weights_only)
 
     def _coordinator(self) -> CheckpointCoordinator:
-        """Return what saves and loads the checkpoints of this strategy."""
+        """Return the object that saves and loads the checkpoints of this strategy."""
         runtime = self.runtime
         gatherer = ShardGatherer(
             runtime.communicator, runtime.communicator_over, runtime.device, self.full_state
@@ -218,6 +224,7 @@ class SingleDeviceStrategy(_LightningStrategy, strategies.SingleDeviceStrategy):
     """One process on one device, by default the CPU."""
 
     def __init__(self, device: Any = "cpu", *args: Any, **kwargs: Any) -> None:
+        # In Lightning, these arguments may be positional.
         for name, value in zip(("accelerator", "checkpoint_io", "precision"), args, strict=False):
             kwargs[name] = value
         super().__init__(device, **kwargs)
@@ -246,7 +253,8 @@ class DDPStrategy(_LightningStrategy, strategies.DDPStrategy):
 class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
     """FSDP2 with the options of FSDP1.
 
-    ``activation_checkpointing_policy`` takes the three arguments of a policy for wrapping.
+    ``activation_checkpointing_policy`` has the signature of a wrapping policy of FSDP1:
+    ``policy(module, recurse, nonwrapped_numel)``.
     """
 
     def __init__(
@@ -254,8 +262,11 @@ class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
     ) -> None:
         policy = activation_checkpointing_policy
         if callable(policy):
+            # fabric calls the policy with the module alone. ``recurse=False`` asks whether to
+            # checkpoint this module.
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
+        # fabric would warn of these options of FSDP1. They are usual in scripts for Lightning.
         self._first_fsdp_options.clear()
 
     @property
@@ -289,7 +300,7 @@ class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """The arguments of a ``DistributedSampler``, in which tensor-parallel ranks are equal.
+        """The arguments of a ``DistributedSampler``, equal on tensor-parallel ranks.
 
         Raises:
             UsageError: the processes are not started, and so the mesh does not exist yet.
@@ -311,8 +322,8 @@ class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy
 def _reset_empty_modules(strategy: Strategy, root: nn.Module) -> None:
     """Call ``reset_parameters`` of the modules that ``init_module(empty_init=True)`` left empty.
 
-    Lightning does so under strategies that shard. A module without this method waits for a
-    checkpoint. Large parameters get memory in files, as from ``init_module()``.
+    Lightning does so under strategies that shard. A module without this method stays empty until a
+    checkpoint is loaded. Large parameters get memory in files, as from ``init_module()``.
     """
     empty_modules: list[Any] = []
     for module in uncompiled(root).modules():
@@ -327,21 +338,25 @@ def _reset_empty_modules(strategy: Strategy, root: nn.Module) -> None:
                 if parameter.is_meta:
                     values = torch.empty_like(parameter, device="cpu")
                     filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                    # An optimizer, and modules that share the parameter, keep the same object.
+                    # Swapped, not replaced: an optimizer, and modules that share the parameter,
+                    # refer to the same object.
                     torch.utils.swap_tensors(parameter, filled)
             module.reset_parameters()
 
 
 def _is_empty(parameter: Tensor) -> bool:
-    """Return whether a parameter has no values since ``init_module(empty_init=True)``."""
+    """Return whether ``init_module(empty_init=True)`` left a parameter without values."""
     if isinstance(parameter, EmptyParameter):
         return True
-    # Smaller parameters are in memory, and nan.
+    # A small parameter that was left empty is an ordinary one, filled with nan.
     return parameter.nbytes < SMALLEST_MAPPED_BYTES and has_nan(parameter)
 
 
 def refuse_uncalled_methods(strategy: Strategy) -> None:
-    """Raise a ConfigurationError if a class of the user has a method that Fabric does not call."""
+    """Raise a ConfigurationError if the user's class overrides a method that Fabric never calls.
+
+    Lightning's Fabric calls the method, so the user's code would silently not run here.
+    """
     for strategy_class in type(strategy).__mro__:
         package = strategy_class.__module__.partition(".")[0]
         if package in ("fabric", "fabric_compat"):
@@ -357,9 +372,10 @@ def refuse_uncalled_methods(strategy: Strategy) -> None:
 
 
 def with_lightning_methods(strategy: Strategy) -> Strategy:
-    """Make a strategy of fabric an object of this file's class of the same name, and return it.
+    """Change the class of a strategy of fabric to the class of this name in this file.
 
-    A strategy of a class of the user is not changed, whatever its name.
+    The strategy itself is returned. A strategy of a class of the user is not changed, whatever its
+    name.
     """
     name = type(strategy).__name__
     if type(strategy) is getattr(strategies, name, None):

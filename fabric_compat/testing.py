@@ -27,7 +27,10 @@ def _runif_reasons(
     dynamo: bool = False,
     linux_only: bool = False,
 ) -> tuple[list[str], dict[str, bool]]:
-    """Return why a test is skipped, and the markers that its options stand for."""
+    """Return the reasons why a test is skipped, and the pytest markers that the options stand for.
+
+    An option is a condition under which the test can run. The test runs if there is no reason.
+    """
     has_mps = torch.backends.mps.is_available()
     is_alone = os.environ.get("PL_RUN_STANDALONE_TESTS", "0") == "1"
     # Whether there is a reason, by the reason.
@@ -52,6 +55,7 @@ def _runif_reasons(
 def _conditions_of_versions(
     min_torch: str | None, max_torch: str | None, min_python: str | None
 ) -> dict[str, Any]:
+    """Return for each reason to skip a test whether it holds. A version that is None never does."""
     python = Version(platform.python_version())
     return {
         f"torch>={min_torch}, {torch.__version__} installed": min_torch

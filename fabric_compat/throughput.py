@@ -11,7 +11,7 @@ _RATES = {"batches": "batches_per_sec", "samples": "samples_per_sec", "lengths":
 
 
 class Throughput:
-    """Rates over the last ``window_size`` updates, whose totals only grow.
+    """Rates over the last ``window_size`` updates, which have totals since the start.
 
     Args:
         available_flops: The peak FLOPs a second of one device. ``mfu`` needs this value.
@@ -56,7 +56,7 @@ class Throughput:
             flops: The FLOPs since the last update, not a total.
 
         Raises:
-            ValueError: A total has not grown, or is smaller than a total that bounds it.
+            ValueError: A total has not grown, or ``batches <= samples <= lengths`` does not hold.
         """
         if samples < batches or (lengths is not None and lengths < samples):
             raise ValueError(
@@ -118,7 +118,7 @@ def _rates(windows: dict[str, list[float]]) -> dict[str, float]:
         if name in windows:
             rates[rate] = (windows[name][-1] - windows[name][0]) / seconds
     if "flops" in windows:
-        # The first value counts the FLOPs before the window.
+        # The first value counts the FLOPs before the first time of the window.
         rates["flops_per_sec"] = sum(windows["flops"][1:]) / seconds
     return rates
 
@@ -130,6 +130,7 @@ class ThroughputMonitor(Throughput):
         dtype = fabric.precision.compute_dtype or fabric.precision.param_dtype or torch.float32
         super().__init__(get_available_flops(fabric.device, dtype), fabric.world_size, **kwargs)
         self._fabric = fabric
+        # The step that was logged last. -1, so that the first step is 0.
         self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class _Peak(NamedTuple):
     single: float  # float32, on the tensor cores where they support it
 
 
-# By a substring of the device's name. The first match counts.
+# By a substring of the device's name. The first match counts, so "h100 pcie" is before "h100".
 _PEAKS = {
     "h200": _Peak(989e12, 494e12),
     "h100 pcie": _Peak(756e12, 378e12),

@@ -71,7 +71,8 @@ class WandbLogger(Logger):
         add_file_policy: str = "mutable",
         **init_options: Any,
     ) -> None:
-        # The constructor fails where W&B is not installed, and not the first write.
+        # Imported for its error: if W&B is not installed, the constructor fails, and not the first
+        # write.
         import wandb  # pyright: ignore[reportMissingImports]
 
         set_default_rank()
@@ -97,12 +98,14 @@ class WandbLogger(Logger):
         return self._experiment
 
     def _start_run(self) -> Any:
+        """Return the run of this process, or a new run if there is none."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         if wandb.run is not None:
             return wandb.run
         os.makedirs(self.save_dir, exist_ok=True)
         run = wandb.init(**self._init_options)
+        # The x-axis of all metrics is the step that log_metrics() adds to them.
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return run
@@ -151,7 +154,8 @@ class MLFlowLogger(Logger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        # The constructor fails where MLflow is not installed, and not the first write.
+        # Imported for its error: if MLflow is not installed, the constructor fails, and not the
+        # first write.
         import mlflow  # pyright: ignore[reportMissingImports]
 
         set_default_rank()
@@ -175,12 +179,14 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
+        """The client of MLflow. The first use starts the run."""
         if self._run_id is None:
             run = self._client.create_run(self._find_experiment(), tags=self._tags)
             self._run_id = run.info.run_id
         return self._client
 
     def _find_experiment(self) -> str:
+        """Return the ID of the experiment of this name, which is created if necessary."""
         experiment = self._client.get_experiment_by_name(self._experiment_name)
         if experiment is not None:
             return experiment.experiment_id
@@ -188,7 +194,8 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        _ = self.experiment
+        """The ID of the run. None on ranks other than 0."""
+        _ = self.experiment  # starts the run on rank 0
         return self._run_id
 
     @property
@@ -213,6 +220,7 @@ class MLFlowLogger(Logger):
             if isinstance(value, str):
                 rank_zero_warn(f"MLflow logs no text as a metric: {name}={value!r}")
                 continue
+            # MLflow refuses other characters in the name of a metric.
             valid_name = re.sub("[^a-zA-Z0-9_/. -]+", "", name)
             client = self.experiment
             client.log_metric(self._run_id, valid_name, float(value), timestamp, step or 0)

@@ -56,11 +56,16 @@ from fabric_compat.throughput import (
 
 
 def __getattr__(name: str) -> Any:
+    """Return a name that this file does not define: a version flag, or a name of ``rank_zero``.
+
+    Python calls this function. A flag such as ``_TORCH_GREATER_EQUAL_2_1`` compares versions.
+    """
     if name.startswith("_TORCH_GREATER_EQUAL_"):
         return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
     if not hasattr(_rank_zero, name):
         return missing(__name__, name)
-    # Not at the import of this file, when the environment of a rank may not be known yet.
+    # Functions such as rank_zero_info() read the rank. It is set here, and not when this file is
+    # imported, because the variables of the rank may not be set yet at that time.
     set_default_rank()
     return getattr(_rank_zero, name)
 
@@ -80,7 +85,7 @@ Steppable = Optimizer
 
 
 class MisconfigurationException(Exception):
-    """An error that is never raised, because the errors are those of ``fabric.errors``."""
+    """An error for scripts to import. It is never raised: fabric raises ``fabric.errors``."""
 
 
 class PossibleUserWarning(UserWarning):
@@ -125,7 +130,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     value = os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed
     seed = seeding.seed_everything(int(value))
     if verbose:
-        rank_zero_info = __getattr__("rank_zero_info")
+        rank_zero_info = __getattr__("rank_zero_info")  # sets the rank, too
         rank_zero_info(f"Seed set to {seed}")
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
@@ -139,9 +144,10 @@ def reset_seed() -> None:
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Give a loader worker random streams of its own, those that Lightning gives it.
+    """Seed a loader worker as Lightning does, with a stream for each worker and rank.
 
     ``setup_dataloaders`` uses this function after :func:`seed_everything` with ``workers=True``.
+    DataLoader calls it in each worker.
     """
     if rank is None:
         rank = _get_rank() or 0
@@ -163,7 +169,7 @@ def _generate_seed_sequence(
     """Return seeds of 64 bits that differ by worker and by rank.
 
     The last step of MurmurHash3 mixes the numbers, and Knuth's generator MMIX draws from the
-    result. Lightning has the same constants, so that the random numbers are the same.
+    result. The constants are Lightning's, so that the random numbers are those of Lightning.
     """
     largest = 2**64 - 1
     state = base_seed << 32 | worker_id << 16 | global_rank
@@ -269,7 +275,10 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """A ``DistributedSampler`` over the indices of a sampler, which it draws with the first one."""
+    """A ``DistributedSampler`` that shares the indices of another sampler among the ranks.
+
+    All ranks draw all indices when an iteration begins.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         # The "dataset" is a sampler: DistributedSampler reads only its length.
@@ -279,24 +288,25 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
 
 
 def _distributed_sampler(
-    dataloader: DataLoader[Any], shares: Mapping[str, int]
+    dataloader: DataLoader[Any], sampler_kwargs: Mapping[str, int]
 ) -> DistributedSampler[Any]:
     """Return the sampler of this rank's share of the samples, in Lightning's order.
 
     Args:
         dataloader: The loader of all samples.
-        shares: The arguments ``num_replicas`` and ``rank``.
+        sampler_kwargs: The arguments ``num_replicas`` and ``rank``.
     """
     sampler: Any = dataloader.sampler
     is_shuffled = isinstance(sampler, RandomSampler)
     sampler_class = DistributedSamplerWrapper
+    # torch's own samplers need no wrapper: DistributedSampler shuffles the dataset itself.
     if is_shuffled or isinstance(sampler, SequentialSampler):
         sampler = dataloader.dataset
         sampler_class = DistributedSampler
     return sampler_class(
         sampler,
-        num_replicas=shares["num_replicas"],
-        rank=shares["rank"],
+        num_replicas=sampler_kwargs["num_replicas"],
+        rank=sampler_kwargs["rank"],
         shuffle=is_shuffled,
         seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
     )
@@ -308,7 +318,7 @@ def _update_dataloader(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[
     batch_sampler: Any = copy.copy(dataloader.batch_sampler)
     if batch_sampler is not None:
         batch_sampler.sampler = sampler
-    # DataLoader refuses to replace its samplers.
+    # DataLoader.__setattr__ refuses to replace the samplers.
     vars(copied).update(sampler=sampler, batch_sampler=batch_sampler)
     return copied
 
@@ -327,6 +337,7 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
     """
     if strategy.runtime.world.num_nodes == 1:
         return True
+    # Rank 0 creates a file, and each rank looks for it.
     with ExitStack() as stack:
         file_name = None
         if strategy.is_global_zero:
@@ -357,6 +368,7 @@ def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = N
     if not _distributed_is_initialized():
         return result
     name = name_of_reduction(reduce_op)
+    # ReduceOp.AVG is not available for every backend.
     if name == "mean":
         dist.all_reduce(result, ReduceOp.SUM, group)
         return result.copy_(result / dist.get_world_size(group))
@@ -366,7 +378,7 @@ def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = N
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
     tensors: list[Any] = [None] * dist.get_world_size(group)
-    # As objects, because the shapes may differ by rank.
+    # Gathered as objects, because the shapes may differ by rank.
     dist.all_gather_object(tensors, result.detach().cpu(), group)
     return [tensor.to(result.device) for tensor in tensors]
 
@@ -395,6 +407,7 @@ def _has_meta_device_parameters_or_buffers(obj: Any, recurse: bool = True) -> bo
 
 
 def _materialize(module: nn.Module, device: _DEVICE) -> None:
+    """Allocate the tensors of a module, without its submodules, and fill them."""
     module.to_empty(device=device, recurse=False)
     # An AttributeError is right here: without this method, nothing can fill the tensors.
     module.reset_parameters()  # type: ignore[operator]
@@ -465,6 +478,7 @@ def _load_distributed_checkpoint(checkpoint_folder: Path) -> dict[str, Any]:
 
 
 def _convert_params(params: dict[str, Any] | Namespace | None) -> dict[str, Any]:
+    """Return hyperparameters as a dictionary. None stands for no parameters."""
     if isinstance(params, Namespace):
         return vars(params)
     return params or {}
@@ -473,6 +487,15 @@ def _convert_params(params: dict[str, Any] | Namespace | None) -> dict[str, Any]
 def _flatten_dict(
     params: MutableMapping[Any, Any], delimiter: str = "/", parent_key: str = ""
 ) -> dict[str, Any]:
+    """Return the values of nested dictionaries by their paths, such as ``"optimizer/lr"``.
+
+    Dataclasses, namespaces and lists of dictionaries are flattened, too.
+
+    Args:
+        params: The dictionary.
+        delimiter: The string between the keys of a path.
+        parent_key: The path of ``params`` itself.
+    """
     flat: dict[str, Any] = {}
     for name, value in params.items():
         key = str(name)
@@ -492,6 +515,7 @@ def _flatten_dict(
 
 
 def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with text in place of values that TensorBoard does not take."""
     sanitized: dict[str, Any] = {}
     for name, value in params.items():
         if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
@@ -507,6 +531,7 @@ def _convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_prefix(metrics: Mapping[str, float], prefix: str, separator: str) -> Mapping[str, float]:
+    """Return metrics whose names begin with ``prefix`` and ``separator``, if there is a prefix."""
     if not prefix:
         return metrics
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()}

@@ -15,7 +15,10 @@ _FabricDataLoader = FabricDataLoader
 
 
 class _FabricModule(FabricModule):
-    """A set-up module that converts inputs and outputs as Lightning Fabric's precisions do."""
+    """A set-up module that converts inputs and outputs as Lightning Fabric's precisions do.
+
+    ``setup`` changes the class of a set-up module to this class.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._fabric_precision
@@ -48,7 +51,10 @@ class _FabricOptimizer(Optimizer):
 
 
 def mark_set_up(optimizer: Any) -> None:
-    """Make an optimizer a :class:`_FabricOptimizer` whose attribute ``optimizer`` is itself."""
+    """Make an optimizer a :class:`_FabricOptimizer` whose attribute ``optimizer`` is itself.
+
+    Lightning wraps the optimizer instead, and scripts read ``wrapper.optimizer``.
+    """
     optimizer_class = type(optimizer)
     attributes: dict[str, Any] = {}
     if not hasattr(optimizer, "optimizer"):
@@ -63,9 +69,9 @@ def is_wrapped(obj: object) -> bool:
 
 
 def _unwrap_compiled(obj: Any) -> tuple[Any, Any]:
-    """Return the object before ``torch.compile``, and the options of the compilation or None.
+    """Return the object before ``torch.compile``, and the options of the compilation.
 
-    The options are empty, because torch does not record them.
+    The options are None if the object is not compiled, and else empty: torch does not record them.
     """
     inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
     if inner is obj:
