@@ -459,6 +459,34 @@ def test_modules_are_compared_in_the_steps_in_which_both_runs_have_them(tmp_path
     assert "first difference: step 1, rank 0: input WithUnusedLayer[1]\n" in result.text
 
 
+def stack_with_table(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a batch whose second tensor has no rows of samples."""
+    return torch.stack(samples), torch.ones(3, 2)
+
+
+def train_on_rows(folder: Path, rows: Tensor, collate: Callable[..., Any]) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.seed_everything(0)
+        module = nn.Linear(2, 1)
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        dataset: Any = list(rows)
+        loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=2, collate_fn=collate))
+        with fabric.fingerprint(folder):
+            for batch in loader:
+                inputs = batch if isinstance(batch, Tensor) else batch[0]
+                fabric.backward(model(inputs).sum())
+                optimizer.step()
+
+
+@pytest.mark.parametrize("collate", [torch.stack, stack_with_table])
+def test_the_rows_of_the_first_tensor_of_a_batch_are_its_samples(collate, tmp_path):
+    rows = torch.arange(8.0).reshape(4, 2)
+    train_on_rows(tmp_path / "run", rows, collate)
+    train_on_rows(tmp_path / "swapped", rows[[0, 1, 3, 2]], collate)
+    result = compare_runs(tmp_path / "run", tmp_path / "swapped")
+    assert "same samples, other order from step 1" in result.text
+
+
 # -- Files and the command -------------------------------------------------------------------------
 
 
