@@ -75,11 +75,10 @@ def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[st
         ConfigurationError: the model has several adapters, and none of them is ``"default"``.
     """
     adapters = adapters_of(user_module)
-    adapter = adapters[0]
-    if "default" in adapters:
-        adapter = "default"
-    elif len(adapters) > 1:
+    if len(adapters) == 1:
+        return adapter_names(user_module, state, adapters[0])
+    if "default" not in adapters:
         problem = f"the model has the adapters {join_names(adapters)}"
         expected = 'one adapter, or one with the name "default"'
         raise ConfigurationError(request, problem, expected)
-    return adapter_names(user_module, state, adapter)
+    return adapter_names(user_module, state, "default")

@@ -207,7 +207,8 @@ class ShardGatherer:
         """
         if self.communicator.size == 1:
             return
-        # The communicator compares signature_text between the ranks. The reduced tensor is unused.
+        # The communicator compares signature_text between the ranks. With reads_result, it does so
+        # before the gathers, and not at a later call. The reduced tensor is unused.
         call = CallDescription(
             "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
         )

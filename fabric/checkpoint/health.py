@@ -36,6 +36,7 @@ def find_bad_tensor(state: State, content: PlainState, rank: int) -> BadTensor |
         rank: this rank, for the result.
     """
     trained: _Tensors = {}
+    # Buffers and frozen parameters.
     others: _Tensors = {}
     for name, target in state.items():
         if isinstance(target, nn.Module):
@@ -114,12 +115,12 @@ def _values_to_search(value: object) -> Tensor | None:
     if not isinstance(value, Tensor):
         return None
     local = local_tensor(value)
-    # A lazy parameter has a class of its own, and no values yet.
-    is_dense = type(local) in PLAIN_TENSOR_TYPES and local.layout is torch.strided
-    has_floats = local.dtype.is_floating_point or local.dtype.is_complex
     if local.dtype is _PACKED_DTYPE:
         return None
-    if is_dense and has_floats and not local.is_meta:
+    has_floats = local.dtype.is_floating_point or local.dtype.is_complex
+    # False for a lazy parameter: it has a class of its own, and no values yet.
+    is_dense = type(local) in PLAIN_TENSOR_TYPES and local.layout is torch.strided
+    if has_floats and is_dense and not local.is_meta:
         return local.detach()
     return None
 

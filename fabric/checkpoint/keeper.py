@@ -189,7 +189,7 @@ class Checkpoints:
         # save removes all earlier ones. A killed job may have left two.
         self._unhealthy = content.unhealthy
         # The checkpoints that the text files name now, and the checkpoints that they named before
-        # their last change. Neither are removed: another process may have read such a name and not
+        # their last change. All of them stay: another process may have read such a name and not
         # opened the checkpoint yet.
         self._texts = content.texts
         self._named_before: set[str] = set()
@@ -602,6 +602,7 @@ class Checkpoints:
         for name in reversed(list(self._metrics)):
             try:
                 coordinator.load(self._path / name, state)
+            # A checkpoint is not found if it is a link to a disk that is not mounted, for example.
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
                 self._skipped_names.add(name)
@@ -759,7 +760,8 @@ class _RunFolder:
         """Finish the cleanup of an interrupted save, and return whether a checkpoint was committed.
 
         A file is committed if it exists, since it is renamed to its name when it is complete. A
-        folder of the sharded format is committed if it has an index.
+        folder of the sharded format is committed if it has an index. What a CheckpointIO of the
+        user has written is committed if it exists.
         """
         path = self._path / name
         # A link is left where the user has moved the checkpoint to another disk. The disk may not
