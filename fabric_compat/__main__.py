@@ -39,7 +39,8 @@ def main() -> None:
     name = arguments[0]
     if not is_module and not os.path.exists(name):
         sys.exit(f"python -m fabric_compat {name}: there is no such file in {os.getcwd()!r}")
-    run = Script(name=name, is_module=is_module, arguments=arguments)()
+    script = Script(name=name, is_module=is_module, arguments=arguments)
+    run = script()  # prepares this process, and returns the function that runs the script
     run()
 
 

@@ -321,7 +321,10 @@ class MPIEnvironment(ClusterEnvironment):
 
 
 def find_cluster_environment() -> ClusterEnvironment:
-    """Return the environment of the launcher that started this process, as Lightning finds it."""
+    """Return the environment of the launcher that started this process.
+
+    The first environment that detects its launcher counts, in Lightning's order.
+    """
     for environment_class in (
         TorchElasticEnvironment,
         SLURMEnvironment,

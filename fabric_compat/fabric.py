@@ -74,10 +74,7 @@ class Fabric(_Fabric):
 
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
         options = _with_variables({**_DEFAULTS, **options})
-        for name, registry in _REGISTRIES.items():
-            # Only names that the user has registered. Fabric itself knows its own names.
-            if isinstance(options[name], str) and registry.of_user(options[name]):
-                options[name] = registry.get(options[name])
+        _replace_registered_names(options)
         if isinstance(options.get("loggers"), Loggers):
             # Scripts pass `fabric._loggers`, a list in Lightning, to another Fabric.
             options["loggers"] = options["loggers"].user_loggers
@@ -103,10 +100,12 @@ class Fabric(_Fabric):
         # Changes the class of the strategy in place.
         strategies.with_lightning_methods(self.strategy)
         self._plan_process(cluster or find_cluster_environment())
+        # Whether launch() has been called.
         self._launched = False
         # Scripts read Lightning's private attributes _strategy and _precision.
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
+        # The object with Lightning's methods takes the place of fabric's precision.
         self._plan = replace(self._plan, precision=self._precision)
         self.strategy.precision = self._precision
 
@@ -175,8 +174,8 @@ class Fabric(_Fabric):
     ) -> Any:
         """Set up a module and optimizers, and call ``on_after_setup`` of the callbacks.
 
-        A module may be set up twice. The second call returns the same prepared module, compiled
-        if the module of the second call is.
+        A module may be set up twice. The second call returns the same prepared module. If the
+        second call gets the compiled module, the result is compiled, too.
         """
         trained_optimizers = _without_schedulers(optimizers)
         model = self._prepared_module(module)
@@ -223,7 +222,7 @@ class Fabric(_Fabric):
         ]
         session.check_setup(module, new_optimizers)
         model = session.setup_module(module, move_to_device)
-        # FabricModule.__setattr__ would set the attribute of the user's module.
+        # Not by assignments: FabricModule.__setattr__ would set attributes of the user's module.
         object.__setattr__(model, "__class__", _FabricModule)
         precision = precision_object(model._fabric_precision)
         model.__dict__["_fabric_precision"] = precision
@@ -314,7 +313,7 @@ class Fabric(_Fabric):
         # Set by seed_everything(workers=True).
         should_seed_workers = os.environ.get("PL_SEED_WORKERS") == "1"
         if should_seed_workers and loader.worker_init_fn is None:
-            loader = copy(loader)
+            loader = copy(loader)  # the user's loader does not change
             loader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
         return loader
 
@@ -422,6 +421,17 @@ def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={option!r} contradicts LT_{name.upper()}={value!r}")
         options[name] = value
     return options
+
+
+def _replace_registered_names(options: dict[str, Any]) -> None:
+    """Replace names of accelerators and strategies that the user has registered by objects.
+
+    Fabric itself knows its own names. They stay.
+    """
+    for argument, registry in _REGISTRIES.items():
+        name = options[argument]
+        if isinstance(name, str) and registry.of_user(name):
+            options[argument] = registry.get(name)
 
 
 def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:

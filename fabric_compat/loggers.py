@@ -91,7 +91,8 @@ class _FileLogger(Logger):
         prefix: str = "",
         sub_dir: str | None = None,
     ) -> None:
-        # The methods run on rank 0 only, also in a process that joins no job.
+        # rank_zero_only, which guards the methods, reads this rank. A process that joins no job has
+        # not set it.
         set_default_rank()
         self.root_dir = os.fspath(root_dir)
         self.name = name or ""
@@ -293,7 +294,7 @@ class TensorBoardLogger(_FileLogger):
             step: the step of the metrics.
         """
         if metrics is None and self._default_hp_metric:
-            metrics = -1
+            metrics = -1  # any value: TensorBoard shows parameters only with a metric
         if metrics is not None and not isinstance(metrics, Mapping):
             metrics = {"hp_metric": metrics}
         plain_params = _plain_params(params)

@@ -160,6 +160,7 @@ class MixedPrecision(Precision):
             raise ValueError(f"{precision=!r}: MixedPrecision is '16-mixed' or 'bf16-mixed'")
         if scaler is not None and self.loss_scale is None:
             raise ValueError(f"{scaler=!r}: {self.name!r} needs no scaler")
+        # The dataclass is frozen: an assignment would raise.
         vars(self).update(device=device, _scaler=scaler)
         if scaler is not None:
             scale = LossScale(
@@ -177,6 +178,7 @@ class MixedPrecision(Precision):
                 init_scale=self.loss_scale.init_scale,
                 growth_interval=self.loss_scale.growth_interval,
             )
+            # Kept, so that each access returns the same object.
             vars(self).update(_scaler=scaler)
         return scaler
 
@@ -433,8 +435,8 @@ def _init_process_group(**kwargs: Any) -> None:
     """Call ``init_process_group``, by default with the ranks and the store of ``fabric run``."""
     world = World.from_env(os.environ)
     # Whether the user says how the processes find each other.
-    has_method = not kwargs.keys().isdisjoint({"init_method", "store"})
-    if world is not None and world.store is not None and not has_method:
+    has_rendezvous = not kwargs.keys().isdisjoint({"init_method", "store"})
+    if world is not None and world.store is not None and not has_rendezvous:
         job_store = find_store(world, kwargs.get("timeout", default_pg_timeout))
         # A Fabric of the same processes uses other keys of the store.
         kwargs["store"] = dist.PrefixStore("fabric_compat", job_store)

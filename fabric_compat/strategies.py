@@ -379,7 +379,7 @@ def with_lightning_methods(strategy: Strategy) -> Strategy:
     """
     name = type(strategy).__name__
     if type(strategy) is getattr(strategies, name, None):
-        strategy.__class__ = globals()[name]
+        strategy.__class__ = globals()[name]  # the class of this name in this file
     return strategy
 
 

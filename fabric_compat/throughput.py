@@ -35,7 +35,7 @@ class Throughput:
         self.world_size = world_size
         self.separator = separator
         self._window: dict[str, deque[float]] = {}
-        self._size = window_size
+        self._window_size = window_size
 
     def update(
         self,
@@ -73,7 +73,7 @@ class Throughput:
         for name, value in values.items():
             if value is None:
                 continue
-            window = self._window.setdefault(name, deque(maxlen=self._size))
+            window = self._window.setdefault(name, deque(maxlen=self._window_size))
             if window and window[-1] >= value and name != "flops":
                 raise ValueError(
                     f"{name}={value} after {window[-1]}: {name} is a total, which has to grow"
@@ -90,7 +90,7 @@ class Throughput:
         for name, window in self._window.items():
             if name != "flops":
                 metrics[name] = window[-1]
-            if len(window) == self._size:
+            if len(window) == self._window_size:
                 full_windows[name] = list(window)
         if "time" not in full_windows:
             return metrics

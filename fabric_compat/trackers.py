@@ -215,14 +215,14 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        timestamp = int(time.time() * 1000)
+        timestamp = int(time.time() * 1000)  # in milliseconds
         for name, value in _add_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
                 rank_zero_warn(f"MLflow logs no text as a metric: {name}={value!r}")
                 continue
             # MLflow refuses other characters in the name of a metric.
             valid_name = re.sub("[^a-zA-Z0-9_/. -]+", "", name)
-            client = self.experiment
+            client = self.experiment  # starts the run, and sets its ID
             client.log_metric(self._run_id, valid_name, float(value), timestamp, step or 0)
 
     @rank_zero_only

@@ -130,7 +130,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     value = os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed
     seed = seeding.seed_everything(int(value))
     if verbose:
-        rank_zero_info = __getattr__("rank_zero_info")  # sets the rank, too
+        # __getattr__() also sets the rank that rank_zero_info() reads.
+        rank_zero_info = __getattr__("rank_zero_info")
         rank_zero_info(f"Seed set to {seed}")
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
@@ -156,6 +157,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     seeds = _generate_seed_sequence(base_seed, worker_id, rank, count=3)
     torch.manual_seed(seeds[0])
     random.seed(seeds[1] << 32 | seeds[2])
+    # numpy is optional. If the script does not use it, it need not be seeded.
     if "numpy" in sys.modules:
         import numpy
 
@@ -171,15 +173,15 @@ def _generate_seed_sequence(
     The last step of MurmurHash3 mixes the numbers, and Knuth's generator MMIX draws from the
     result. The constants are Lightning's, so that the random numbers are those of Lightning.
     """
-    largest = 2**64 - 1
-    state = base_seed << 32 | worker_id << 16 | global_rank
+    mask = 2**64 - 1  # the arithmetic is that of 64-bit integers
+    state = (base_seed << 32) | (worker_id << 16) | global_rank
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         state ^= state >> 33
-        state = state * factor & largest
+        state = (state * factor) & mask
     state ^= state >> 33
     seeds: list[int] = []
     for _ in range(count):
-        state = state * 6364136223846793005 + 1 & largest
+        state = (state * 6364136223846793005 + 1) & mask
         seeds.append(state)
     return seeds
 
@@ -216,6 +218,7 @@ def convert_to_tensors(data: Any, device: _DEVICE) -> Any:
     """
     # bool is a subclass of int, and numpy.float64 of float.
     types: list[Any] = [bool, int, float]
+    # numpy is optional. Before its import there are no arrays.
     if "numpy" in sys.modules:
         types.append(sys.modules["numpy"].ndarray)
     tensors = apply_to_collection(data, tuple(types), _to_tensor)
@@ -365,6 +368,10 @@ def name_of_reduction(reduce_op: Any) -> Any:
 
 
 def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = None) -> Tensor:
+    """Reduce a tensor over the ranks in place, by default to the sum, and return it. Collective.
+
+    Without a process group, the tensor is returned unchanged.
+    """
     if not _distributed_is_initialized():
         return result
     name = name_of_reduction(reduce_op)
@@ -377,6 +384,7 @@ def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = N
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
+    """Return the tensors of all ranks, without gradients. Collective."""
     tensors: list[Any] = [None] * dist.get_world_size(group)
     # Gathered as objects, because the shapes may differ by rank.
     dist.all_gather_object(tensors, result.detach().cpu(), group)
@@ -501,17 +509,23 @@ def _flatten_dict(
         key = str(name)
         if parent_key:
             key = f"{parent_key}{delimiter}{name}"
-        if is_dataclass(value) and not isinstance(value, type):
-            value = asdict(value)
-        elif isinstance(value, Namespace):
-            value = vars(value)
-        elif isinstance(value, list) and all(isinstance(item, MutableMapping) for item in value):
-            value = dict(enumerate(value))
-        if isinstance(value, MutableMapping):
-            flat.update(_flatten_dict(value, delimiter, key))
+        content = _as_dict(value)
+        if isinstance(content, MutableMapping):
+            flat.update(_flatten_dict(content, delimiter, key))
         else:
             flat[key] = value
     return flat
+
+
+def _as_dict(value: Any) -> Any:
+    """Return a value that :func:`_flatten_dict` flattens as a dictionary, and others unchanged."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Namespace):
+        return vars(value)
+    if isinstance(value, list) and all(isinstance(item, MutableMapping) for item in value):
+        return dict(enumerate(value))
+    return value
 
 
 def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
