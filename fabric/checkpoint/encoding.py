@@ -209,7 +209,8 @@ def _is_exact_in_json(value: PlainValue) -> bool:
     """Return whether JSON itself restores the exact type and bits of a value, without a tag."""
     kind = type(value)
     if kind is str:
-        # json.loads() would decode a pair of surrogates as one character.
+        # Other text may contain surrogates. json.loads() would decode a pair of surrogates as one
+        # character.
         return value.isascii()
     if kind is float:
         # JSON has no infinity and no NaN.

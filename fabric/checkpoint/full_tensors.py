@@ -236,7 +236,7 @@ class ShardGatherer:
             dst_coordinate = coordinates[0]
         parts: Iterator[Tensor] = iter([shard.part for shard in shards])
         for mesh_dim in range(mesh.ndim):
-            # The rank along this dimension that receives. None if all ranks receive.
+            # The rank in the group along this dimension that receives. None: all ranks receive.
             root: int | None = None
             if dst_coordinate is not None:
                 root = dst_coordinate[mesh_dim]
@@ -265,7 +265,7 @@ class ShardGatherer:
         Args:
             communicator: the ranks along the dimension.
             sections: this rank's part of each tensor, and where the part is in a message.
-            root: the only rank that gets the joined parts. None for all ranks.
+            root: the only rank of ``communicator`` that gets the joined parts. None for all ranks.
         """
         last = sections[-1]
         message = torch.zeros(
