@@ -38,6 +38,11 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return log probabilities of shape ``(words, vocab_size)``.
+
+        The encoder reads ``inputs``, and the decoder reads ``target``. ``mask`` is for the decoder.
+        By default it hides later words from earlier ones.
+        """
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1), inputs.device)
         scale = math.sqrt(self.ninp)
@@ -92,6 +97,7 @@ class WikiText2(Dataset[Any]):
         return len(self.data) // self.block_size - 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the words of a block, and the words that follow each of them."""
         start = index * self.block_size
         end = start + self.block_size
         return self.data[start:end], self.data[start + 1 : end + 1]

@@ -85,6 +85,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
+        """The port of rank 0. Without ``MASTER_PORT``, a free port, which stays the same."""
         port = read_integer_variable(os.environ, "MASTER_PORT") or self._free_port
         if port is None:
             port = find_free_network_port()
@@ -292,6 +293,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @property
     def _world(self) -> Any:
+        """The place of this process in its job, from the variables of the launcher."""
         detected = environments.detect(os.environ, self._environments)
         if detected is None:
             # The error is that of other environments, whose launcher has not set a variable.

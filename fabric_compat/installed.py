@@ -32,6 +32,10 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Restore the spec of the module, and import the modules below a top module.
+
+        ``create_module`` has imported the module, so there is no code to run.
+        """
         # The import system has replaced the module's own spec by Lightning's spec.
         spec = module.__spec__
         assert spec is not None

@@ -68,6 +68,7 @@ class Precision(FabricPrecision):
     def convert_module(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, module: nn.Module
     ) -> nn.Module:
+        """Convert a module in place, and return it, as in Lightning."""
         super().convert_module(module)
         return module
 
@@ -106,11 +107,16 @@ class Precision(FabricPrecision):
         return self.param_dtype or torch.float32
 
     def convert_input(self, data: Any) -> Any:
+        """Cast the floating tensors in the inputs of a module, except under ``"32-true"``."""
         if self.name == "32-true":
             return data
         return _convert_fp_tensor(data, self.input_dtype)
 
     def convert_output(self, data: Any) -> Any:
+        """Cast the floating tensors in a module's outputs to the default dtype of torch.
+
+        Under ``"32-true"``, the outputs do not change.
+        """
         if self.name == "32-true":
             return data
         return _convert_fp_tensor(data, torch.get_default_dtype())
@@ -244,6 +250,7 @@ def _convert_fp_tensor(data: Any, dst_type: torch.dtype) -> Any:
 
 @contextmanager
 def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
+    """Make ``dtype`` the default dtype of torch during the block."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -380,22 +387,26 @@ class Collective:
 
     @property
     def group(self) -> Any:
+        """The group that the object owns."""
         if self._group is None:
             raise RuntimeError(f"{type(self).__name__} owns no group: call create_group() first")
         return self._group
 
     def setup(self, **kwargs: Any) -> Self:
+        """Start the communication of the job, unless it has started."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
 
     def create_group(self, **kwargs: Any) -> Self:
+        """Create the group that this object owns. The arguments are those of ``new_group``."""
         if self._group is not None:
             raise RuntimeError(f"{type(self).__name__} owns a group already")
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
+        """Destroy the group that this object owns."""
         self.destroy_group(self.group)
         self._group = None
         return self
@@ -455,6 +466,7 @@ class TorchCollective(Collective):
 
     @property
     def group(self) -> Any:
+        """The group that the object owns, or the group of the whole job."""
         if self._group is None:
             return dist.group.WORLD
         return self._group
@@ -468,6 +480,13 @@ class TorchCollective(Collective):
         return dist.get_world_size(self.group)
 
     def setup(self, main_address: str | None = None, main_port: Any = None, **kwargs: Any) -> Self:
+        """Start ``torch.distributed``, unless it has started.
+
+        Args:
+            main_address: The address of rank 0, unless ``MASTER_ADDR`` is set.
+            main_port: The port of rank 0, unless ``MASTER_PORT`` is set.
+            **kwargs: The arguments of ``init_process_group``.
+        """
         has_init_method = "init_method" in kwargs
         if main_address is not None and main_port is not None and not has_init_method:
             os.environ.setdefault("MASTER_ADDR", main_address)

@@ -24,6 +24,7 @@ class Registry(dict[str, dict[str, Any]]):
             self._add(name, factory)
 
     def _add(self, name: str, factory: Any, description: str = "", **init_params: Any) -> None:
+        """Add an entry, whose keys are those of Lightning's registries."""
         self[name] = {
             self._kind: factory,
             f"{self._kind}_name": name,

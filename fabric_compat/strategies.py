@@ -273,6 +273,7 @@ class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
     def sharding_strategy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
     ) -> ShardingStrategy:
+        """The strategy as a constant of FSDP1, which scripts compare with."""
         return ShardingStrategy[self._sharding]
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -93,6 +93,7 @@ class WandbLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
+        """The run of W&B. The first use starts the run."""
         if self._experiment is None:
             self._experiment = self._start_run()
         return self._experiment
@@ -123,6 +124,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Write metrics, with the step as one more metric, which is the x-axis."""
         prefixed = dict(_add_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR))
         if step is not None:
             prefixed["trainer/global_step"] = step
@@ -194,12 +196,13 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """The ID of the run. None on ranks other than 0."""
+        """The ID of the run. None on ranks other than 0, unless the user has passed an ID."""
         _ = self.experiment  # starts the run on rank 0
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
+        """The ID of the experiment of the run. None if there is no ID of a run, see ``run_id``."""
         run_id = self.run_id
         if run_id is None:
             return None
@@ -233,6 +236,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
+        """End the run, if it has started. ``status`` is Lightning's, such as ``"success"``."""
         if self._run_id is None:
             return
         mlflow_status = "FINISHED" if status in ("success", "finished") else "FAILED"

@@ -226,6 +226,7 @@ def convert_to_tensors(data: Any, device: _DEVICE) -> Any:
 
 
 def _to_tensor(value: Any) -> Tensor:
+    """Convert a number or an array of numpy. See :func:`convert_to_tensors`."""
     if isinstance(value, bool):
         return torch.tensor(value, dtype=torch.uint8)
     if isinstance(value, int):
@@ -251,6 +252,7 @@ def _to_number(tensor: Tensor) -> Any:
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a loader's sampler and batch sampler, if they have this method."""
     for name in ("sampler", "batch_sampler"):
         sampler: Any = getattr(dataloader, name, None)
         if hasattr(sampler, "set_epoch"):
@@ -262,6 +264,7 @@ def has_iterable_dataset(dataloader: Any) -> bool:
 
 
 def sized_len(dataloader: Any) -> int | None:
+    """Return the length of a loader, or None if it has no length."""
     try:
         return len(dataloader)
     except (TypeError, NotImplementedError):
@@ -405,6 +408,7 @@ def _optimizers_to_device(optimizers: Any, device: _DEVICE) -> None:
 
 
 def _has_meta_device_parameters_or_buffers(obj: Any, recurse: bool = True) -> bool:
+    """Return whether a module or an optimizer has tensors on the meta device."""
     if isinstance(obj, Optimizer):
         tensors = []
         for param_group in obj.param_groups:
@@ -422,6 +426,7 @@ def _materialize(module: nn.Module, device: _DEVICE) -> None:
 
 
 def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
+    """Materialize the submodules that have tensors on the meta device."""
     for child in module.modules():
         if _has_meta_device_parameters_or_buffers(child, recurse=False):
             _materialize(child, device)

@@ -31,12 +31,14 @@ class _FabricModule(FabricModule):
 
     @property
     def device(self) -> torch.device:
+        """The device of the parameters. Without parameters, the device of ``setup``."""
         for parameter in self.parameters():
             return parameter.device
         return self._fabric_device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the first floating parameter, or the default dtype of torch."""
         for parameter in self.parameters():
             if parameter.is_floating_point():
                 return parameter.dtype
