@@ -82,7 +82,7 @@ class EqualDrawsCheck:
         self._outputs: list[int] = []
         self._losses: list[int] = []
         self._module_count = 0
-        self._backwards = 0
+        self._num_backward_passes = 0
         self._is_closed = False
         # By the hooks around the module's forward pass. These hold the model, so that the keys are
         # weak: the user may drop the model.
@@ -125,11 +125,11 @@ class EqualDrawsCheck:
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the loss, and end the check after enough passes. A function of ``Hooks.after``."""
-        self._backwards += 1
+        self._num_backward_passes += 1
         if error is None and not self._loaders and self.replica in _COMPARED_REPLICAS:
             self._losses += digests([loss])
             self._compare_work()
-        if self._backwards >= _CHECKED_PASSES or self.has_warned:
+        if self._num_backward_passes >= _CHECKED_PASSES or self.has_warned:
             self.close()
 
     def _compare_work(self) -> None:
@@ -145,6 +145,7 @@ class EqualDrawsCheck:
         content = json.dumps([self.replica, results]).encode()
         # Writes these results if the other replica has written none. Returns those in the store.
         first_replica, first_results = json.loads(self.store.set_if_absent("equal work", content))
+        # Ranks of one replica do the same work by design.
         if first_replica == self.replica or first_results != results:
             return
         self.has_warned = True

@@ -134,6 +134,7 @@ class _GradientSamples:
         for tensor in self._tensors_to_sample():
             version = _gradient_version(tensor)  # None without a gradient
             has_new_gradient = version != self._versions_before.get(id(tensor))
+            # A step with a closure itself changes the parameters between backward passes.
             steps_with_closure = id(tensor) in self._ids_with_closures
             if version is None or not has_new_gradient or steps_with_closure:
                 continue

@@ -73,16 +73,17 @@ class Entry(NamedTuple):
     def awaited_ranks(self) -> Sequence[int]:
         """The global ranks without which this call cannot end. Empty if unknown."""
         if self.kind in (Operation.BROADCAST, Operation.SCATTER) and self.peer is not None:
-            # The source may send and go on without the others.
+            # All members wait for the source. The source does not wait for them.
             return [self.members[self.peer]]
         if self.kind is Operation.GATHER:
-            # The destination waits for all members. The others may send and go on.
+            # The destination waits for all members. The other members wait for nobody.
             return []
         return self.members
 
     @property
     def activity(self) -> str:
         """What a rank is doing in this call, as text that follows "rank 1"."""
+        # An entry of record_wait_for_rank0() is no collective.
         if self.group == RANK0:
             return f"waits for {self}"
         return f"in {self}"

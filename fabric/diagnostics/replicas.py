@@ -175,7 +175,7 @@ class WatchedObjects:
             candidates.extend(_replicas_of_module(contract, watched, layout))
         for optimizer, number in self._optimizers.items():
             candidates.extend(_options_of_optimizer(optimizer, number, layout))
-            # A state that is not saved may differ: the optimizer may shard its own state.
+            # A state that is not saved may differ, since an optimizer may shard its own state.
             is_state_compared = saved is None or any(optimizer is target for target in saved)
             if is_state_compared:
                 candidates.extend(_states_of_optimizer(optimizer, number, layout))
@@ -219,15 +219,15 @@ class ReplicaComparison:
         self.is_paused = False
         self._communicator = communicator
         self._recorder = recorder
-        # The number of optimizer steps before the latest comparison, and before the latest one that
-        # found no difference. The latter is None before the first.
+        # The number of optimizer steps before the latest comparison.
         self._compared_steps = 0
+        # The same before the latest comparison without a difference. None if there was none.
         self._agreed_steps: int | None = None
 
         # The number of backward passes from one comparison to the next. None if backward passes
         # make no comparisons. compare_every() sets it.
         self._passes_between: int | None = None
-        self._passes = 0
+        self._counted_passes = 0
         # Whether the next backward pass is counted: all ranks make it.
         self._is_next_pass_counted = False
 
@@ -367,8 +367,8 @@ class ReplicaComparison:
         self._is_next_pass_counted = False
         if not is_counted or self._passes_between is None:
             return
-        self._passes += 1
-        if self._passes % self._passes_between == 0:
+        self._counted_passes += 1
+        if self._counted_passes % self._passes_between == 0:
             self.compare("fabric.backward(...)")
 
 
@@ -443,9 +443,9 @@ def _replicas_of_module(
 ) -> Iterator[Replica]:
     """Yield a replica for each parameter of a module, and one for each of its buffers.
 
-    Of a buffer only the fact is compared whether it has changed since the setup. The values of
-    running statistics differ between ranks, but every rank changes them in its forward passes. A
-    buffer that has changed on some ranks alone, such as a mask, was changed by mistake.
+    Ranks compare only whether a buffer has changed since the setup. The values of running
+    statistics differ between ranks, but every rank changes them in its forward passes. A buffer
+    that has changed on some ranks alone, such as a mask, was changed by mistake.
 
     Args:
         contract: the contract of the module.

@@ -53,14 +53,14 @@ class Loop(NamedTuple):
         kind: what a sharded module runs: its class, and whether it runs without gradients. Empty
             for a module that is not sharded.
         iterations: the number of iterations that the rank has begun, over all loaders.
-        previous_batches: the number of batches in the iteration before, over any loader.
+        batches_of_previous: the number of batches in the iteration before, over any loader.
     """
 
     loader: str
     iteration: int
     kind: str
     iterations: int
-    previous_batches: int
+    batches_of_previous: int
 
 
 class Step(NamedTuple):
@@ -112,7 +112,7 @@ class StepComparison:
         self._neighbors = bypass.world.neighbours
 
     @property
-    def has_only_peers(self) -> bool:
+    def compares_only_peers(self) -> bool:
         """Whether all neighbors are peers, so that it does not matter which steps are shared."""
         return self._bypass.peers.issuperset(self._neighbors)
 
@@ -218,7 +218,7 @@ class StepComparison:
         Ranks that have published no step are left out.
         """
         for rank, published in self._store.read("step", ranks).items():
-            # JSON has made lists of the named tuples.
+            # JSON has turned the named tuples into lists.
             progress, is_shared, loop = published
             step = Step(Progress(*progress), is_shared, Loop(*loop))
             if step.is_shared or self._is_peer(rank):
@@ -227,7 +227,7 @@ class StepComparison:
     def _read_ends(self, ranks: Iterable[int]) -> Iterator[tuple[int, End]]:
         """Yield the latest end of each rank. Ranks that have published none are left out."""
         for rank, published in self._store.read("end", ranks).items():
-            # JSON has made lists of the named tuples.
+            # JSON has turned the named tuples into lists.
             progress, batches = published
             yield rank, End(Progress(*progress), batches)
 
@@ -246,15 +246,15 @@ class StepComparison:
             neighbor: the rank of the neighbor.
             neighbor_loop: the loop of the neighbor.
         """
-        order = (loop.iterations, loop.previous_batches, self._rank)
-        neighbor_order = (neighbor_loop.iterations, neighbor_loop.previous_batches, neighbor)
+        order = (loop.iterations, loop.batches_of_previous, self._rank)
+        neighbor_order = (neighbor_loop.iterations, neighbor_loop.batches_of_previous, neighbor)
         early_rank = neighbor
         late_rank = self._rank
-        batches = neighbor_loop.previous_batches
+        batches = neighbor_loop.batches_of_previous
         if order > neighbor_order:
             early_rank = self._rank
             late_rank = neighbor
-            batches = loop.previous_batches
+            batches = loop.batches_of_previous
         self._raise_uneven_inputs(
             f"step {step} of rank {self._rank}",
             step=step,

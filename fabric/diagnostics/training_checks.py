@@ -344,12 +344,12 @@ class _ClearedSteps:
 
     Attributes:
         num_cleared: the number of cleared steps, including the one that is about to be made.
-        is_cleared: whether the step that is about to be made is a cleared one.
+        is_step_cleared: whether the gradients of the step that is about to be made were cleared.
     """
 
     def __init__(self) -> None:
         self.num_cleared = 0
-        self.is_cleared = False
+        self.is_step_cleared = False
         # Whether any step had a gradient that is not zero. before_step() sets it.
         self._has_stepped_with_gradient = False
         # Whether a backward pass since the latest step has left a gradient that is not zero.
@@ -364,15 +364,15 @@ class _ClearedSteps:
         """Record whether the gradients of the next step were cleared."""
         if has_gradients(optimizer):
             self._has_stepped_with_gradient = True
-        # True if the step before has raised: after_step() was not called.
-        is_second_try = self.is_cleared
-        self.is_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
-        if self.is_cleared and not is_second_try:
+        # If a step raises, torch does not call after_step(), which resets the attribute.
+        is_second_try = self.is_step_cleared
+        self.is_step_cleared = self._has_new_gradient and not self._has_stepped_with_gradient
+        if self.is_step_cleared and not is_second_try:
             self.num_cleared += 1
 
     def after_step(self) -> None:
         """Record that the step was made."""
-        self.is_cleared = False
+        self.is_step_cleared = False
         self._has_new_gradient = False
 
 
@@ -388,7 +388,7 @@ class TrainingChecks:
         contracts: the contracts of the set-up modules.
         store: the store in which ranks compare fingerprints.
         backward: the hooks around backward passes.
-        check_window: raises if the optimizer may not step at the current micro-batch.
+        check_accumulation: raises if the optimizer may not step at the current micro-batch.
     """
 
     def __init__(
@@ -399,19 +399,19 @@ class TrainingChecks:
         store: JobStore,
         *,
         backward: Hooks,
-        check_window: Callable[[Optimizer], object],
+        check_accumulation: Callable[[Optimizer], object],
     ) -> None:
         """Add the hooks around the steps of the optimizer and around backward passes."""
         self._optimizer = ref(optimizer)
         self._class_name = type(optimizer).__name__
         self._contracts = contracts
         self._rank = store.rank
-        self._check_window = check_window
+        self._check_accumulation = check_accumulation
         self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
         self._cleared_steps = _ClearedSteps()
-        # The number of calls of step(), also of steps without gradients, and of backward passes.
+        # The number of calls of step(), also of steps without gradients.
         self._step_calls = 0
-        self._backwards = 0
+        self._num_backward_passes = 0
         # The number of steps in a row before which no parameter had got a gradient.
         self._steps_without_gradient = 0
         # The ids of the parameters that have had a gradient so far. _record_gradients() adds them.
@@ -450,7 +450,7 @@ class TrainingChecks:
         """
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
-            self._backwards += 1
+            self._num_backward_passes += 1
             # Recorded here and before the step, since the user may clear gradients in between.
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
@@ -462,7 +462,7 @@ class TrainingChecks:
             if counts_steps and not self._is_finished:
                 self._comparison.check_no_rank_is_ahead()
         if self._is_finished:
-            # In a hook of the optimizer, its hooks could not be removed.
+            # A hook of the optimizer could not do this, since torch iterates over the hooks then.
             self.close()
 
     # -- before a step --------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class TrainingChecks:
         is_first_step = self._step_calls == 1
         if is_first_step:
             self._check_values(trained_ids)
-        self._check_window(optimizer)
+        self._check_accumulation(optimizer)
         # A closure computes the gradients within the step, so they cannot be checked before it.
         if self._is_finished or has_closure(args, kwargs):
             return
@@ -550,9 +550,8 @@ class TrainingChecks:
         trained_in_module = _ids(contract.parameters().values()) & trained_ids
         without_gradient = trained_in_module - self._ids_that_had_gradient
         have_all_or_none = not without_gradient or without_gradient == trained_in_module
-        if have_all_or_none or contract.expects_unused or self._backwards == 0:
+        if have_all_or_none or contract.expects_unused or self._num_backward_passes == 0:
             return
-        # Some parameters have got gradients in backward passes, and others have not.
         names = _names_of(contract, without_gradient)
         # DDP, which needs the forward pass, synchronizes only once all parameters have gradients.
         if contract.needs_forward:
@@ -564,8 +563,8 @@ class TrainingChecks:
                 'strategy="ddp_find_unused_parameters_true", or '
                 "parameter.requires_grad_(False) before setup",
             )
-        is_last_step = self._comparison.steps == _CHECKED_STEPS - 1
-        if is_last_step and self._rank == 0:
+        is_last_checked_step = self._comparison.steps == _CHECKED_STEPS - 1
+        if is_last_checked_step and self._rank == 0:
             warnings.warn(
                 f"no gradient has arrived in the first {_CHECKED_STEPS} steps of "
                 f"{self._class_name} at {names}: they are not trained; {_GATHER_WITH_GRADIENTS}, "
@@ -583,7 +582,7 @@ class TrainingChecks:
         Args:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
-        if self._backwards and trained_ids:
+        if self._num_backward_passes and trained_ids:
             has_any_gradient = not trained_ids.isdisjoint(self._ids_that_had_gradient)
             if has_any_gradient:
                 self._steps_without_gradient = 0
@@ -592,7 +591,7 @@ class TrainingChecks:
         if self._steps_without_gradient >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="no gradient has arrived at any of its parameters in "
-                f"{self._backwards} backward pass(es)",
+                f"{self._num_backward_passes} backward pass(es)",
                 expected="an optimizer of parameters that the loss is computed from",
                 suggestion="loss = loss_function(model(batch), target); fabric.backward(loss); "
                 f"{_GATHER_WITH_GRADIENTS}; {_TURN_OFF}",
@@ -606,7 +605,7 @@ class TrainingChecks:
         Args:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
-        had_backward = self._backwards > 0 or bool(self._ids_that_had_gradient)
+        had_backward = self._num_backward_passes > 0 or bool(self._ids_that_had_gradient)
         if had_backward or not trained_ids:
             return
         if self._step_calls == _CHECKED_STEPS and self._rank == 0:
@@ -626,7 +625,7 @@ class TrainingChecks:
         """
         self._cleared_steps.before_step(optimizer)
         num_cleared = self._cleared_steps.num_cleared
-        if self._cleared_steps.is_cleared and num_cleared >= _CHECKED_STEPS:
+        if self._cleared_steps.is_step_cleared and num_cleared >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="all gradients of the backward pass were cleared before the step, "
                 f"{num_cleared} times in a row, so that the step changes nothing",
@@ -832,7 +831,7 @@ class SetupChecks:
             self._contracts,
             self._store,
             backward=self._backward,
-            check_window=self._window_check.check,
+            check_accumulation=self._window_check.check,
         )
         self._all_hooks.callback(checks.close)
 

@@ -64,17 +64,17 @@ class _Iteration:
     """An iteration over a loader on this rank.
 
     Attributes:
-        count: the number of batches, as it is compared with the neighbors.
+        batch_count: the number of batches, as it is compared with the neighbors.
         position: the position of the iteration.
         number: the number of the iteration among those over all loaders, from 1.
-        previous_batches: the number of batches in the iteration before, over any loader.
+        batches_of_previous: the number of batches in the iteration before, over any loader.
         is_end_noticed: whether :meth:`_Iterations.take_ended` has returned the iteration.
     """
 
-    count: BatchCount
+    batch_count: BatchCount
     position: _Position
     number: int
-    previous_batches: int
+    batches_of_previous: int
     is_end_noticed: bool = False
 
 
@@ -83,14 +83,14 @@ class _Iterations:
 
     Attributes:
         latest: the iteration that began last. None before the first one.
-        of_step: the iteration with the latest step. Not ``latest`` before the first batch of
-            ``latest``, and after a ``latest`` without steps, such as a validation. None before the
-            first step.
+        with_latest_step: the iteration with the latest step. Not ``latest`` before the first batch
+            of ``latest``, and after a ``latest`` without steps, such as a validation. None before
+            the first step.
     """
 
     def __init__(self) -> None:
         self.latest: _Iteration | None = None
-        self.of_step: _Iteration | None = None
+        self.with_latest_step: _Iteration | None = None
 
     def enter_step(self) -> bool:
         """Record a step. Return whether it is the first step in its iteration.
@@ -99,20 +99,20 @@ class _Iterations:
         end. Otherwise, the step is still in the iteration before.
         """
         latest = self.latest
-        if latest is None or latest is self.of_step:
+        if latest is None or latest is self.with_latest_step:
             return False
         position = latest.position
         is_running = position.received_batches > 0 and not position.is_finished
         if not is_running:
             return False
-        self.of_step = latest
+        self.with_latest_step = latest
         return True
 
     def take_ended(self) -> list[_Iteration]:
         """Return the iterations that have ended since the latest call, the latest one first."""
         ended_iterations: list[_Iteration] = []
-        # The two may be the same iteration. It is returned only once.
-        for iteration in (self.latest, self.of_step):
+        # Both attributes may hold one iteration. It is added only once.
+        for iteration in (self.latest, self.with_latest_step):
             if iteration is None or iteration.is_end_noticed or not iteration.position.is_finished:
                 continue
             iteration.is_end_noticed = True
@@ -136,8 +136,9 @@ class _StepCounter:
     def __init__(self, bypass: BypassChecks) -> None:
         self.early_steps = 0
         self._bypass = bypass
-        # The number of steps that do not count, and of steps that only peers take.
+        # The number of steps that do not count.
         self._excluded_steps = 0
+        # The number of counted steps that only peers take.
         self._unshared_steps = 0
 
     def start(self) -> None:
@@ -195,7 +196,7 @@ class UnevenInputDetector:
         self.is_paused = False
         self._recorder = recorder
         self._bypass = bypass
-        self._counts = BatchCounts(store, bypass.world.neighbours)
+        self._batch_counts = BatchCounts(store, bypass.world.neighbours)
         self._comparison = StepComparison(store, bypass)
         self._steps = _StepCounter(bypass)
         self._iterations = _Iterations()
@@ -219,31 +220,32 @@ class UnevenInputDetector:
             UsageError: a neighbor, which is the rank before or after this one, shuffles the loader
                 and this rank does not, or the other way round.
         """
-        count = self._counts.publish(loader, batches, shuffles)
+        batch_count = self._batch_counts.publish(loader, batches, shuffles)
+        # An error may name the loop that ended before this one, and its number of batches.
+        batches_of_previous = 0
         previous = self._iterations.latest
-        previous_batches = 0
         if previous is not None:
-            previous_batches = previous.position.received_batches
+            batches_of_previous = previous.position.received_batches
         self._iterations.latest = _Iteration(
-            count=count,
+            batch_count=batch_count,
             position=position,
-            number=self._counts.iterations,
-            previous_batches=previous_batches,
+            number=self._batch_counts.iterations,
+            batches_of_previous=batches_of_previous,
         )
         is_watching = self.check in self._recorder.checks
         if not is_watching:
             self._steps.start()
-            # Before the other checks: if a rank has run out of batches, their errors would name a
-            # consequence.
+            # This check comes first. If a rank has run out of batches, the other checks would
+            # report only that its collectives differ.
             self._recorder.checks = (self.check, *self._recorder.checks)
-        # In each iteration, since on_step() ends its own calls.
+        # on_step() may have unregistered itself in an earlier iteration.
         self._bypass.report_steps(self.on_step)
 
     def on_step(self, contract: GradientContract) -> None:
         """Raise if a neighbor will not take the step that this rank is about to take.
 
-        Called at the start of a step. Once nothing has to be compared before the next iteration,
-        this method ends its own calls.
+        ``bypass`` calls this method at the start of a step. Once nothing has to be compared before
+        the next iteration, the method unregisters itself.
 
         Args:
             contract: the contract of the module that takes the step.
@@ -262,15 +264,14 @@ class UnevenInputDetector:
         is_first_step = self._iterations.enter_step()
         # After earlier iterations of different lengths, ranks may be in different iterations now.
         # may_differ is read before the counts of this iteration are compared below.
-        must_match_iteration = (
-            is_first_step and latest.count.shuffles and not self._counts.may_differ
-        )
-        iteration_of_step = self._iterations.of_step
-        if iteration_of_step is not None and iteration_of_step.count.uncompared_neighbors:
-            self._counts.compare(iteration_of_step.count)
+        had_equal_lengths = not self._batch_counts.may_differ
+        must_match_iteration = is_first_step and latest.batch_count.shuffles and had_equal_lengths
+        iteration_of_step = self._iterations.with_latest_step
+        if iteration_of_step is not None and iteration_of_step.batch_count.uncompared_neighbors:
+            self._batch_counts.compare(iteration_of_step.batch_count)
         # The first step of an iteration shows whether a neighbor takes the step in another loop.
         # Later steps have to be compared only if the numbers of batches differ.
-        if is_first_step or self._counts.may_differ:
+        if is_first_step or self._batch_counts.may_differ:
             step = Step(
                 progress=self._steps.progress(self._recorder.counts[JOB]),
                 is_shared=is_shared,
@@ -295,7 +296,7 @@ class UnevenInputDetector:
 
     def finish(self) -> None:
         """Raise at the end of the job if a neighbor takes one more step."""
-        # The rank that hosts the store may have finished. Then nothing can be compared.
+        # The rank that hosts the store may have ended. Then nothing can be compared.
         with suppress(dist.DistError):
             # The end of the job counts as one more collective.
             self._check_ends(collectives=self._recorder.counts[JOB] + 1)
@@ -323,9 +324,9 @@ class UnevenInputDetector:
         Args:
             contract: the contract of the module that takes the step.
         """
-        if not contract.is_sharded or self._comparison.has_only_peers:
+        if not contract.is_sharded or self._comparison.compares_only_peers:
             return True
-        # Otherwise, only the peers gather parameters in the step.
+        # Only the peers gather parameters. All ranks take the step if it synchronizes gradients.
         return torch.is_grad_enabled() and contract.synchronizes()
 
     def _can_skip_steps(self, contract: GradientContract) -> bool:
@@ -335,17 +336,18 @@ class UnevenInputDetector:
             contract: the contract of the module that takes the current step.
         """
         latest = self._iterations.latest
-        iteration_of_step = self._iterations.of_step
-        if self._counts.may_differ or latest is None or iteration_of_step is None:
+        iteration_of_step = self._iterations.with_latest_step
+        if self._batch_counts.may_differ or latest is None or iteration_of_step is None:
             return False
-        if iteration_of_step.count.uncompared_neighbors:
+        if iteration_of_step.batch_count.uncompared_neighbors:
             return False
         # For each step, on_step() has to record whether all ranks take it.
-        if contract.is_sharded and not self._comparison.has_only_peers:
+        if contract.is_sharded and not self._comparison.compares_only_peers:
             return False
-        # The first step of the latest iteration has to be compared. It still comes, unless the
-        # iteration has a step already or has ended.
-        return latest is iteration_of_step or latest.position.is_finished
+        # on_step() has to compare the first step of the latest iteration.
+        had_first_step = latest is iteration_of_step
+        cannot_have_steps = latest.position.is_finished
+        return had_first_step or cannot_have_steps
 
     def _check_ends(self, collectives: int) -> None:
         """Raise if an iteration of this rank has ended, and a neighbor takes one more step.
@@ -361,11 +363,11 @@ class UnevenInputDetector:
             return
         has_uncompared_neighbor = False
         for iteration in iterations:
-            self._counts.compare(iteration.count)
-            if iteration.count.uncompared_neighbors:
+            self._batch_counts.compare(iteration.batch_count)
+            if iteration.batch_count.uncompared_neighbors:
                 has_uncompared_neighbor = True
         # A neighbor that has not published its count may have more batches.
-        may_have_more_batches = self._counts.may_differ or has_uncompared_neighbor
+        may_have_more_batches = self._batch_counts.may_differ or has_uncompared_neighbor
         if not may_have_more_batches:
             return
         # The error names the batches of one loader: the loader whose iteration began last.
@@ -389,9 +391,9 @@ def _loop(iteration: _Iteration, contract: GradientContract) -> Loop:
         if not torch.is_grad_enabled():
             kind = f"{kind} without gradients"
     return Loop(
-        loader=iteration.count.loader,
-        iteration=iteration.count.iteration,
+        loader=iteration.batch_count.loader,
+        iteration=iteration.batch_count.iteration,
         kind=kind,
         iterations=iteration.number,
-        previous_batches=iteration.previous_batches,
+        batches_of_previous=iteration.batches_of_previous,
     )
