@@ -81,8 +81,9 @@ def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
 
 def groups(world_size: int, min_size: int = 1) -> st.SearchStrategy[list[int]]:
     """Draw distinct ranks of a world of ``world_size`` ranks, in ascending order."""
-    ranks = st.integers(0, world_size - 1)
-    return st.lists(ranks, min_size=min_size, max_size=world_size, unique=True).map(sorted)
+    rank = st.integers(0, world_size - 1)
+    ranks = st.lists(rank, min_size=min_size, max_size=world_size, unique=True)
+    return ranks.map(sorted)
 
 
 def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
@@ -95,8 +96,9 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
             ranks_of_label[label].append(rank)
         return list(ranks_of_label.values())
 
-    labels = st.integers(0, world_size - 1)
-    return st.lists(labels, min_size=world_size, max_size=world_size).map(ranks_by_label)
+    label = st.integers(0, world_size - 1)
+    labels = st.lists(label, min_size=world_size, max_size=world_size)
+    return labels.map(ranks_by_label)
 
 
 def dtypes(

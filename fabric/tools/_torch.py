@@ -95,7 +95,7 @@ def run_fake(
     - A DeviceMesh looks for this process's rank in tensors that hold rank numbers.
 
     Args:
-        mode: the mode of fake tensors, in which the operator runs.
+        mode: the mode of fake tensors, which is active already.
         func: the operator.
         args: the operator's arguments.
         kwargs: the operator's keyword arguments.
@@ -107,10 +107,10 @@ def run_fake(
         with tensors_context:
             return func(*args, **kwargs)
     except DataDependentOutputException:
-        # The fake mode refuses to read any value.
+        # The mode refuses to read any value, even of one of the real tensors.
         if func is not _ITEM:
             raise
-        # With the mode off, the value of a real tensor can be read.
+        # This context turns the mode off.
         with real_tensors():
             tensor = args[0]
             if isinstance(tensor, FakeTensor):

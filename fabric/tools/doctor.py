@@ -502,7 +502,7 @@ def _meet_ranks(
             "it has not started, is slower than --timeout, or cannot reach this address: "
             "see what it printed"
         )
-        raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
+        raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem=problem)
     return list(descriptions.values())
 
 

@@ -255,7 +255,7 @@ class _Job:
         options = vars(strategy)  # each option is an attribute
         if options.get("cpu_offload") or options.get("ddp_comm_hook"):
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
-            raise ConfigurationError(f"fabric.plan({strategy=})", problem)
+            raise ConfigurationError(f"fabric.plan({strategy=})", problem=problem)
         if precision is None:
             precision = strategy.precision
         precision = parse_precision(precision)

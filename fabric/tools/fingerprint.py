@@ -161,7 +161,7 @@ class _Recorder:
         every: a step is recorded if its number is divisible by this number.
 
     Attributes:
-        is_on: whether the current step is recorded.
+        records_step: whether the current step is recorded.
     """
 
     def __init__(self, file: TextIO, *, step: int, every: int) -> None:
@@ -171,17 +171,17 @@ class _Recorder:
         self._step = step
         self._tables = DigestTables()
         self._pending: list[_Pending] = []
-        self.is_on = step % every == 0
+        self.records_step = step % every == 0
 
     def end_step(self) -> None:
         """Write the entries of the step, and begin the next step."""
-        if self.is_on:
+        if self.records_step:
             self.flush()
             # This line says that the step is complete.
             self._file.write(f'{{"end":{self._step}}}\n')
             self._file.flush()
         self._step += 1
-        self.is_on = self._step % self._every == 0
+        self.records_step = self._step % self._every == 0
 
     def flush(self) -> None:
         """Write the pending entries. Waits for the device."""
@@ -382,7 +382,7 @@ class Fingerprint(SessionObserver):
         self._thread = get_ident()
         self._has_other_ranks = session.runtime.world.world_size > 1
         self._models: list[_Model] = []
-        # Whether _record_start() has recorded the optimizers, and how many of the models.
+        # Whether _record_start_once() has recorded the optimizers, and how many of the models.
         self._has_recorded_start = False
         self._num_recorded_models = 0
         # The id() of the first optimizer that was stepped. Its steps are the steps of the loop.
@@ -426,8 +426,8 @@ class Fingerprint(SessionObserver):
         prefix = ""
         if self._models:
             prefix = f"(model {len(self._models) + 1}) "
-        # Each rank has its own shards, so gradients differ under sharding, too. But all shards
-        # belong to the same tensors, and so count as synchronized.
+        # gradients_may_differ is True under sharding, too, since each rank has its own shards. But
+        # shards of the same tensors count as synchronized.
         is_synchronized = contract.is_sharded or not contract.gradients_may_differ
         if not self._has_other_ranks:
             is_synchronized = True
@@ -452,7 +452,7 @@ class Fingerprint(SessionObserver):
         # Activation checkpointing repeats a forward pass, which was recorded, in the backward pass.
         if is_in_backward():
             return False
-        return self.is_active and self._recorder.is_on
+        return self.is_active and self._recorder.records_step
 
     @override
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -469,7 +469,7 @@ class Fingerprint(SessionObserver):
         while True:
             if self._is_recording():
                 # First, since loading the batch may draw random numbers.
-                self._record_start()
+                self._record_start_once()
             batch = next(batches, _END_OF_BATCHES)
             if batch is _END_OF_BATCHES:
                 return
@@ -479,7 +479,7 @@ class Fingerprint(SessionObserver):
                 self._recorder.record_samples(batch)
             yield batch
 
-    def _record_start(self) -> None:
+    def _record_start_once(self) -> None:
         """Record the state in which training begins. Later calls add models set up since then.
 
         Every hook calls this method before it records, since the fingerprint does not know which
@@ -507,7 +507,7 @@ class Fingerprint(SessionObserver):
     ) -> None:
         """Record the inputs of a module."""
         if self._is_recording():
-            self._record_start()
+            self._record_start_once()
             self._recorder.record("input", name, args)
             self._recorder.record("input", name, kwargs)
 
@@ -520,7 +520,7 @@ class Fingerprint(SessionObserver):
         """Record a loss before its backward pass, without the factor of the loss scaler."""
         if not self._is_recording():
             return
-        self._record_start()
+        self._record_start_once()
         # A weighted loss is a sum over samples. The sum over all ranks is divided later by the
         # weights of all ranks.
         reduction = "mean"
@@ -571,11 +571,12 @@ class Fingerprint(SessionObserver):
             # both, and only the outer one counts.
             return
         self._stepping_id = id(optimizer)
+        # Set even if this step is not recorded, since _after_step() counts all steps.
         if self._first_optimizer_id is None:
             self._first_optimizer_id = id(optimizer)
         if not self._is_recording():
             return
-        self._record_start()
+        self._record_start_once()
         title = self._title_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for option, value in group.items():
@@ -596,8 +597,8 @@ class Fingerprint(SessionObserver):
         torch calls this method after each step of any optimizer.
         """
         if self._stepping_id != id(optimizer):
-            # The step() of the base class has called this method, and now that of the subclass. Or
-            # the optimizer is not set up.
+            # The optimizer is not set up. Or this is the outer step() of a subclass, and the inner
+            # step() of its base class has called this method already.
             return
         self._stepping_id = None
         is_first = self._first_optimizer_id == id(optimizer)
