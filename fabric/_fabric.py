@@ -1040,19 +1040,22 @@ class Fabric:
     ) -> Tensor:
         """Clip gradients in place, and return their norm.
 
-        Collective if gradients are sharded, weighted or of a parameter list, or if they are scaled
-        and differ between processes. A loss scale is removed from the gradients first. If scaled
-        gradients have overflowed, the step will be skipped, and a norm that is not finite is not an
-        error. Pass exactly one of ``clip_val`` and ``max_norm``.
+        Pass exactly one of ``clip_val`` and ``max_norm``. A loss scale is removed from the
+        gradients first. If scaled gradients have overflowed, the step will be skipped, and a norm
+        that is not finite is not an error. The call is collective in each of these cases:
+
+        - The gradients are sharded, or belong to a parameter list.
+        - The loss had a weight.
+        - The gradients are scaled and differ between processes.
 
         Args:
             module: the set-up module of the parameters, several modules, or a module around them.
             optimizer: the set-up optimizer whose gradients are clipped. None, the default, clips
                 the gradients of all parameters of the modules, for loops without an optimizer.
             clip_val: the largest absolute value of a gradient, positive.
-            max_norm: the largest total norm, positive. ``math.inf`` changes no gradient, and
-                completes the gradients for a loop that changes parameters without ``step``: they
-                are then averaged over the processes, divided by the loss weights and unscaled.
+            max_norm: the largest total norm, positive. ``math.inf`` does not clip. It only averages
+                gradients over the processes, divides them by the loss weights and unscales them,
+                for a loop that changes parameters without ``step``.
             norm_type: the p of the p-norm, or ``"inf"``.
             error_if_nonfinite: whether to raise if the norm is not finite. The check waits for the
                 device.

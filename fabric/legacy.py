@@ -147,8 +147,8 @@ def _make_older_step(name: str) -> Callable[..., Any]:
                 problem="no module is set up",
                 suggestion=modern,
             )
-        # FSDP needs a forward pass around the method, and a FabricModule runs it in one. The user's
-        # module is not known here, so the prepared module takes its place, too.
+        # FSDP needs a forward pass around the method. A FabricModule runs the method in a forward
+        # pass. The user's module is not known here, so both arguments are the prepared module.
         model = FabricModule(
             prepared,
             prepared,

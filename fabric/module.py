@@ -203,8 +203,8 @@ class FabricModule(nn.Module):
         Under a strategy that synchronizes in forward, the guard wraps all other methods, to find a
         backward pass through them.
         """
-        # Not self._fabric_uncompiled: if that attribute is not set yet, as during unpickling, the
-        # access would call this method without end.
+        # Not self._fabric_uncompiled: before the constructor has set that attribute, the access
+        # would call this method without end. A KeyError shows the mistake.
         user_module = self.__dict__["_fabric_uncompiled"]
         value = getattr(user_module, name)
         # A method of another object may be an attribute, and is returned unchanged.
