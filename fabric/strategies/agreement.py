@@ -22,7 +22,7 @@ from fabric.tree import flatten
 __all__ = ["AgreeingCollectives"]
 
 # The namespaces of torch's operators that communicate.
-_COLLECTIVES = ("c10d", "_c10d_functional")
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 class AgreeingCollectives(DispatchMode):
@@ -58,7 +58,7 @@ class AgreeingCollectives(DispatchMode):
         Raises:
             UsageError: another rank does something else.
         """
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in _COLLECTIVE_NAMESPACES:
             # The first argument of every collective has the tensors of this rank.
             leaves, _ = flatten(args[:1])
             shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]

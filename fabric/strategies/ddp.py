@@ -352,10 +352,11 @@ class DDPStrategy(ParallelStrategy):
         )
         if not isinstance(prepared, DistributedDataParallel):
             return contract
-        # Returns a function that says whether the next backward pass averages gradients.
+        # A function that returns whether the next backward pass averages gradients.
         synchronizes = synchronization_check(prepared)
         contract = replace(contract, synchronizes=synchronizes)
-        if self.world_size > 1 and not replicas_drift:
+        has_equal_replicas = self.world_size > 1 and not replicas_drift
+        if has_equal_replicas:
             # The training checks compare these parameters between the ranks after steps.
             replicated = partial(_synchronized_parameters, prepared)
             # Saves compare these tensors.

@@ -455,14 +455,14 @@ class ModelParallelStrategy(FSDPStrategy):
     def _prepare_heads(self, root: nn.Module, layers: Mapping[nn.Module, Any]) -> None:
         """Adapt modules with heads, such as attention, to this rank's heads. Not a collective.
 
-        Called before the layers are split and sharded, which keeps the hooks of parameters.
+        Called before the layers are split and sharded. Parameters keep their hooks when they are.
 
         Args:
             root: the model, which is changed in place.
             layers: the layers that the plan splits, each with its style.
         """
         topology = self._running_topology
-        # Comes first, since the search needs the numbers of all heads.
+        # Comes first: the search reads the numbers of heads, which the loop below divides.
         partial_gradients = find_partial_gradients(root, layers)
         # Registers hooks, which sum the gradients in each backward pass.
         sum_over_parts(partial_gradients, topology.tensor_parallel_mesh)
@@ -506,8 +506,8 @@ class ModelParallelStrategy(FSDPStrategy):
         """
         topology = self._running_topology
         rank = self.global_rank
-        # The ranks of one copy of the model are consecutive, since "replicate" is the outermost
-        # dimension of the mesh.
+        # The peers of a rank take part in its forward passes: they hold one copy of the model. The
+        # ranks of a copy are consecutive, since "replicate" is the outermost dimension of the mesh.
         copy_size = topology.shard_mesh.size(-1) * topology.tensor_parallel_size
         first_rank = rank // copy_size * copy_size
         ranks_of_copy = range(first_rank, first_rank + copy_size)
@@ -582,7 +582,7 @@ class ModelParallelStrategy(FSDPStrategy):
             mesh=self._shard_mesh(),
         )
         if module is self._root:
-            # FSDP would add up these gradients.
+            # Adds up the partial gradients of the ranks, as FSDP does for sharded parameters.
             sum_partial_dtensors(module.parameters())
 
     @property

@@ -114,7 +114,7 @@ class ParallelStrategy(Strategy):
             self.runtime.abort()
             raise RankFailedError(
                 f"reconciliate_processes(trace) on rank {rank}",
-                rank,
+                rank=rank,
                 exit_code=1,
                 traceback=trace,
                 problem="this rank failed",

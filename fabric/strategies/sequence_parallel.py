@@ -80,7 +80,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     communicator = runtime.communicator_over(mesh.get_group("sequence"))
     lengths, local_batch = _split_batch(communicator, batch, dim)
     # The ranks have the same random state here, and so they draw the same seed.
-    seed = int(torch.randint(1 << 62, ()))
+    seed = int(torch.randint(high=1 << 62, size=()))
     devices: list[torch.device] = []
     if runtime.device.type != "cpu":
         devices.append(runtime.device)

@@ -355,7 +355,7 @@ class SplitComparison:
         self._num_passes += 1
         remaining: list[_Region] = []
         for region in self._regions:
-            # If the user catches the error of a comparison, the next pass raises it again.
+            # The region is compared again, even if the user catches the error of a comparison.
             is_interrupted = error is not None and not region.is_compared
             # If weights are zero, the region is compared again once a step has changed them.
             if is_interrupted or region.has_zero_weights:
@@ -482,28 +482,34 @@ class SplitComparison:
             UsageError: an output differs, or else a gradient.
         """
         computations = self._run_on_all_ranks(
-            region, _compute_both, region, self._generators, args, kwargs
+            _compute_both, region, self._generators, args, kwargs, region_of_error=region
         )
         if computations is None:
             return False
         split, whole, is_random = computations
-        # Random numbers or another number of calls make differences without a mistake.
+        # If random numbers were drawn, or a layer was called more often in one of the two, the
+        # outputs may differ without a mistake.
         is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
         if not all(self._communicator.gather_objects(is_comparable)):
-            return True
+            return True  # the region was computed, and is not compared again
         self._raise_on_all_ranks(self._compare_outputs(split, whole))
-        gradients = self._run_on_all_ranks(region, _compute_gradients, split, whole)
+        gradients = self._run_on_all_ranks(_compute_gradients, split, whole, region_of_error=region)
         if gradients is None:
             return False
         self._raise_on_all_ranks(_compare_gradients(gradients, _tolerance(split)))
         return True
 
     def _run_on_all_ranks(
-        self, region: _Region, function: Callable[..., R], *args: Any
+        self, function: Callable[..., R], *args: Any, region_of_error: _Region
     ) -> R | None:
         """Return the result of a function that runs the user's code and communicates.
 
         Collective among the ranks of a layer. A rank does not hang if the others do something else.
+
+        Args:
+            function: the function.
+            *args: the arguments of the function.
+            region_of_error: the region that the function computes, for the error.
 
         Returns:
             The result. None if the function has raised on all ranks of a layer.
@@ -514,7 +520,7 @@ class SplitComparison:
         """
         self._num_runs += 1
         name = f"{self._name}/{self._num_runs}"
-        build_error = partial(self._build_error, region)
+        build_error = partial(self._build_error, region_of_error)
         with AgreeingCollectives(name, self._store, build_error) as agreement:
             try:
                 result = function(*args)

@@ -60,7 +60,7 @@ _PACKED_STYLE = "packed_colwise"
 # The style of transformers for the projection to latent keys and values. See expert_styles.py.
 _LATENT_STYLE = "mla_kv_a_proj"
 # The attribute of the module around this layer with the width of the rotated part of the keys.
-_ROTATED_WIDTH = "qk_rope_head_dim"
+_ROTATED_WIDTH_ATTRIBUTE = "qk_rope_head_dim"
 _STYLES = (
     "colwise",
     "rowwise",
@@ -229,7 +229,7 @@ def _styles_of_layers(
                 problem=f"no layer is called {pattern!r}",
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
-        if style == _EMBEDDING_STYLE:
+        if style == _EMBEDDING_STYLE:  # another name of "rowwise"
             style = "rowwise"
         # If a layer fits several patterns, the last one decides.
         layers.update(dict.fromkeys(matching_modules, style))
@@ -237,7 +237,7 @@ def _styles_of_layers(
     # the style stays a name, and _layer_problems() refuses it.
     for path, module in modules.items():
         parent_path, _, _ = path.rpartition(".")
-        rotated_width = getattr(modules[parent_path], _ROTATED_WIDTH, None)
+        rotated_width = getattr(modules[parent_path], _ROTATED_WIDTH_ATTRIBUTE, None)
         if layers.get(module) == _LATENT_STYLE and rotated_width is not None:
             layers[module] = LatentStyle(rotated_width)
     return layers
@@ -326,6 +326,7 @@ def sum_over_parts(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
 
     def sum_gradient(grad: torch.Tensor) -> torch.Tensor:
         """Return the sum of a gradient over the ranks. A hook of a parameter. Collective."""
+        # A copy, since a hook must not change its gradient in place.
         total = grad.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -538,7 +539,7 @@ def _width_of_heads(module: nn.Module, layers: Mapping[nn.Module, Any]) -> int |
     numbers_of_heads = [attributes[name] for name in _head_attributes(module)]
     if not numbers_of_heads:
         return None
-    # The largest are those of the queries. Keys and values may have fewer heads.
+    # The largest width and number are those of the queries. Keys and values may have fewer heads.
     return max(widths) // max(numbers_of_heads)
 
 
@@ -637,7 +638,10 @@ def _layer_problems(
             )
         elif style == _LATENT_STYLE:
             # With the attribute, find_layers_to_split() has replaced the style by a LatentStyle.
-            yield f"{path}: {style!r} needs the attribute {_ROTATED_WIDTH} of the module around it"
+            yield (
+                f"{path}: {style!r} needs the attribute {_ROTATED_WIDTH_ATTRIBUTE} of the module "
+                "around it"
+            )
         elif dimension is not None and "weight" not in registered_parameters(layer):
             yield (
                 f"{path}: its weight is computed from other parameters, as by spectral_norm, and "
@@ -660,6 +664,7 @@ def _expert_problems(path: str, module: nn.Module, num_parts: int) -> Iterator[s
         num_parts: the number of parts.
     """
     num_experts = getattr(module, "num_experts", None)
+    # An entry is (n,) for a parameter with n rows, and () for a parameter without dimensions.
     first_lengths = {parameter.shape[:1] for parameter in module.parameters()}
     if num_experts is None or first_lengths != {(num_experts,)}:
         yield (
@@ -835,7 +840,7 @@ def _has_dropout(module: nn.Module) -> bool:
 
 def _draw_seed() -> int:
     """Draw a seed from the stream that all ranks share."""
-    return int(torch.randint(1 << 62, ()))
+    return int(torch.randint(high=1 << 62, size=()))
 
 
 class PartRandomStreams:

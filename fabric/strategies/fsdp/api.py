@@ -104,8 +104,8 @@ _EXPLANATION_OF_MIXED_LISTS = (
     "fabric.clip_gradients(model, optimizer, max_norm=1.0) for clip_grad_norm_, or clip_val=1.0 "
     "for clip_grad_value_; an optimizer without foreach=True and fused=True",
 )
-# Other errors of torch, by a pattern of their text: the problem, and a suggestion.
-_EXPLANATIONS = {
+# The problem behind other errors of torch, and a suggestion, by a pattern of the error's text.
+_EXPLANATION_BY_PATTERN = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
         "FSDP module",
@@ -143,7 +143,7 @@ _EXPLANATIONS = {
 }
 # Words in the errors of torch for operations on parameters of which a rank has a shard only.
 _SHARD_WORDS = r"(?i)DTensor|shard|redistribut|tensor subclass"
-_OTHER_OPTIMIZER = (
+_SUGGESTION_OF_OTHER_OPTIMIZER = (
     'torch.optim.AdamW, or strategy="ddp"; or state that is made with torch.zeros_like(p) and '
     "operations for each element, in the step of an optimizer of your own"
 )
@@ -311,7 +311,7 @@ class FSDPStrategy(ParallelStrategy):
         self.runtime.accelerator.return_freed_memory()
         self._sharded_forwards = WeakValueDictionary()
         # torch warns that a change in place of a returned view may give wrong gradients. Under this
-        # strategy, such a change gives correct gradients or an error that _EXPLANATIONS explains.
+        # strategy, such a change gives correct gradients or an error of torch, which gets a note.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if self.is_global_zero:
             self._warn_of_options()
@@ -413,7 +413,9 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             UsageError: rank 0's block raised.
         """
-        states_of_rank0 = self._share_rng_states(key, states)  # does not use this rank's states
+        # Only rank 0 sends states. This rank receives them.
+        states_of_rank0 = self._share_rng_states(key, states)
+        # Empty if rank 0's block raised.
         if not states_of_rank0:
             raise UsageError(
                 f'init_module(source="rank0") on rank {self.global_rank}',
@@ -880,8 +882,8 @@ def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     optimizer_name = _optimizer_that_raised(exception)
     if optimizer_name is not None and re.search(_SHARD_WORDS, text):
         problem = f"{optimizer_name}.step() uses an operation that torch does not have for shards"
-        return problem, _OTHER_OPTIMIZER
-    for pattern, explanation in _EXPLANATIONS.items():
+        return problem, _SUGGESTION_OF_OTHER_OPTIMIZER
+    for pattern, explanation in _EXPLANATION_BY_PATTERN.items():
         if re.search(pattern, text):
             return explanation
     return None

@@ -113,7 +113,7 @@ class ShardedForward:
         # Yields the submodules that have parameters and can be called, down to the leaves.
         for path, module in callable_submodules(self.root, is_leaf):
             refuse = partial(self._refuse_submodule, path)
-            # Before FSDP's own hook, which would take the submodule for the root of a model.
+            # Prepended, since FSDP's own hook would take the submodule for the root of a model.
             handle = module.register_forward_pre_hook(refuse, prepend=True)
             entries.append(hook_entry(handle))
         return entries

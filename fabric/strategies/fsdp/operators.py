@@ -102,9 +102,10 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Fill a DTensor in place with random numbers, and return it. Collective as :func:`_shard` is.
+    """Fill a DTensor in place with random numbers, and return it.
 
-    Each rank draws the numbers of the whole tensor, and keeps those of its shard.
+    Each rank draws the numbers of the whole tensor, and keeps those of its shard. Collective if
+    some ranks hold replicas of one shard, see :func:`_shard`.
     """
     dtensor, *other_args = args
     whole = _empty_whole(dtensor)
@@ -114,9 +115,10 @@ def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return a DTensor of random numbers in the shape of another one. Collective as _shard() is.
+    """Return a DTensor of random numbers in the shape of another one.
 
-    Each rank draws the numbers of the whole tensor, and keeps those of its shard.
+    Each rank draws the numbers of the whole tensor, and keeps those of its shard. Collective if
+    some ranks hold replicas of one shard, see :func:`_shard`.
     """
     dtensor, *other_args = args
     numbers = operator(_empty_whole(dtensor), *other_args, **(kwargs or {}))
@@ -133,9 +135,10 @@ def _draw_from_values(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     dtensor, *other_args = args
     numbers = operator(full_tensor(dtensor), *other_args, **(kwargs or {}))
     if numbers.shape == dtensor.shape:
+        # Each rank keeps the shard of its own numbers. Only replicas have to be equal.
         return _shard(numbers, dtensor)
     mesh = dtensor.device_mesh
-    # All ranks get the numbers of the first rank, since ranks may have different random states.
+    # All ranks get the first rank's numbers: their own numbers differ if their random states do.
     return distribute_tensor(numbers, mesh, [Replicate()] * mesh.ndim)
 
 

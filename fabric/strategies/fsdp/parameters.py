@@ -100,8 +100,9 @@ class ShardedParameters:
         if not substituted:
             # The other slots hold gathered parameters, or stand-ins for replicated parameters.
             return
-        if self._path:
-            # A forward method of the model made the call.
+        is_inner_module = self._path != ""
+        if is_inner_module:
+            # A forward method of the model has called the inner FSDP module.
             remedy = (
                 "auto_wrap_policy={Model} of the strategy, with the class whose forward makes the "
                 "call, so that all parameters are gathered there"

@@ -277,7 +277,7 @@ def _names_in_sharded_models(root: nn.Module, models: Iterable[nn.Module]) -> li
     """
     names: list[str] = []
     for name, parameter in root.named_parameters():
-        # The sharded model now holds the shard in place of this parameter.
+        # This model still holds a parameter that a sharded model has replaced by a shard.
         was_replaced_by_shard = shard_of(parameter) is not None
         if was_replaced_by_shard:
             names.append(name)
@@ -370,7 +370,7 @@ def check_optimizers(
         if problem is not None:
             raise UsageError(
                 f"setup of {type(optimizer).__name__} with FSDP",
-                problem,
+                problem=problem,
                 # The load brings back the state of an optimizer that has made steps.
                 suggestion=(
                     "model, optimizer = fabric.setup(model, AdamW(model.parameters())), then "
@@ -587,7 +587,7 @@ def prepare_unsharded_module(
     for name, original in {**plain_parameters, **originals}.items():
         parameter = module.get_parameter(name)
         if is_mapped(parameter):
-            # No shard replaces this parameter, so it has to be moved out of the mapped file.
+            # No shard replaces this parameter, so it is moved from the file into memory.
             parameter.data = parameter.detach().clone()
         # True if this function was called for an inner module with the parameter before.
         was_replaced = shard_of(original) is parameter
@@ -625,7 +625,7 @@ def replicate_unsharded(
 
     has_ignored_parameter = not ignored.isdisjoint(root.parameters())
     if ignored and not has_ignored_parameter and communicator.rank == 0:
-        # Usually, the strategy was pickled for this process together with copies of the parameters.
+        # Usually, ignored_params are pickled copies, which are not the parameters of this model.
         warnings.warn(
             f"setup of {type(root).__name__}: none of ignored_params is a parameter of it. If the "
             "model was built before the launch, write fabric.launch(train, model)",
@@ -641,7 +641,8 @@ def replicate_unsharded(
         # The original itself, or the parameter by which receive_values() has replaced an original
         # on the meta device.
         filled = root.get_parameter(name)
-        # A clone, since a parameter may still be in a mapped file, see receive_values().
+        # A clone in memory, since init_module() may have put the original into a memory-mapped
+        # file.
         values = filled.detach().clone()
         # Without a source rank, nothing is sent: all ranks have the values already.
         tensor = distribute_tensor(values, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
@@ -675,7 +676,7 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], num_ahead
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is in a mapped file, as tensors of :class:`MappedMemory` are."""
+    """Return whether a tensor is in a memory-mapped file, as under :class:`MappedMemory`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
@@ -686,7 +687,7 @@ def receive_values(
 
     A meta tensor is replaced in the module by a new tensor. All other tensors keep their identity
     and get new data. An :class:`EmptyParameter` is filled with NaN. On the CPU, a parameter may
-    stay in a mapped file, since its shards will be copied out of the file.
+    stay in a memory-mapped file of ``init_module``, from which its shard will be copied.
 
     Args:
         communicator: all ranks.
@@ -700,7 +701,7 @@ def receive_values(
         if is_mapped(tensor):
             is_buffer = not isinstance(tensor, nn.Parameter)
             if value.device.type == "cpu" and is_buffer:
-                # A buffer is not sharded, so it has to be moved out of the mapped file.
+                # No shard replaces a buffer, so it is moved from the file into memory.
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
         if not tensor.is_meta:

@@ -284,8 +284,8 @@ class UnshardedState:
         # As under DDP, the next forward pass broadcasts only if this one trains with
         # synchronization.
         self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
-        # If the last backward pass raised, autograd has dropped its callback, _after_backward(),
-        # which would have reset this.
+        # If the last backward pass raised, autograd did not call _after_backward(), which resets
+        # this flag.
         self._awaits_backward_end = False
         for slot in self._slots:
             # torch.func.functional_call() replaces parameters by the user's tensors, for example.
@@ -297,7 +297,7 @@ class UnshardedState:
             # An instance attribute hides the parameter of the same name, because Python finds it
             # before nn.Module looks for a parameter. _restore_parameters() removes it.
             vars(slot.module)[slot.name] = plain
-            # The outputs are watched, too, but a loss need not be computed from the outputs.
+            # after_forward() watches the outputs. But a loss may depend on this parameter alone.
             self._watch_backward([plain])
 
     def after_forward(self, output: Any) -> None:

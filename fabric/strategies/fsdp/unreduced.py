@@ -3,11 +3,11 @@
 [Note: Unreduced gradients] In ``no_backward_sync``, FSDP2 keeps the full gradients on this rank,
 where neither the optimizer nor the user sees them, and adds them to those of the next backward
 pass. Under other strategies these gradients are in ``parameter.grad``, so that ``zero_grad()``
-drops them. Here a *placeholder* in ``parameter.grad`` makes ``zero_grad()`` do the same: a shard in
-which every element is -0.0. If it is gone, or set to zero, when the next backward pass begins, the
-user has dropped the earlier gradients, see ``[Note: Cleared gradients]`` in
-``fabric/optim/gradients.py``. Otherwise the reduced gradient is added to it, which changes no
-number. A gradient of an earlier pass with synchronization is its own placeholder.
+drops them. Here ``parameter.grad`` gets a *placeholder*: a shard in which every element is -0.0. If
+the placeholder is gone, or set to zero, when the next backward pass begins, the user has dropped
+the earlier gradients, see ``[Note: Cleared gradients]`` in ``fabric/optim/gradients.py``. Otherwise
+the reduced gradient is added to the placeholder, which changes no number. A gradient of an earlier
+pass with synchronization is its own placeholder.
 """
 
 from collections.abc import Callable
@@ -167,8 +167,8 @@ class UnreducedGradients:
             if is_zero:
                 drop_unreduced_gradient(record)
         # An empty shard has no element that shows whether it was set to zero. It counts as cleared
-        # if all other shards were. If this rank has only empty shards, the in-place version of the
-        # placeholder decides: it is 0 until zero_grad() writes to the placeholder.
+        # if all non-empty shards of this rank were cleared. If all shards of this rank are empty,
+        # the in-place version of the placeholder decides: it is 0 until zero_grad() writes to it.
         for record in records_of_empty_shards:
             if records:
                 was_cleared = all(are_zero)
