@@ -153,7 +153,7 @@ def gather(
     destinations = [destination for _, destination in lengths_and_destinations]
     if len(set(destinations)) > 1:
         call_text = f"gather(..., dst={dst}) on rank {communicator.rank}"
-        raise peer_mismatch_error(call_text, destinations)
+        raise peer_mismatch_error(call_text, peers=destinations)
     # The buffers of a gather have one length. _unpack() ignores the padding.
     padded_message = pad(message, (0, max(lengths) - len(message)))
     rows = communicator.gather(padded_message, dst, call)

@@ -145,6 +145,7 @@ def all_gather_ragged(
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
     except Exception as error:
+        # Otherwise the other ranks would wait for this rank.
         _answer_without_call(communicator, Operation.ALL_GATHER, error)
         raise
     # The exchange of the lengths carries the signature, by which the ranks notice if their calls
@@ -166,6 +167,7 @@ def all_gather_ragged(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
     for position, rows in enumerate(gathered):
+        # Python numbers have become lists, which have no padding.
         if isinstance(rows, Tensor):
             lengths_of_ranks = lengths_by_position.get(position)  # None for a 0-dim tensor
             gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)
@@ -460,7 +462,7 @@ def _check_reduction(
         # The path is empty if the collection is a single leaf.
         leaf = leaf_paths(structure)[first_position] or "the tensor or number"
         request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
-        raise ConfigurationError(request, problem, suggestion=suggestion)
+        raise ConfigurationError(request, problem=problem, suggestion=suggestion)
 
 
 def _positions_with_gradient(bucket: Bucket) -> list[int]:

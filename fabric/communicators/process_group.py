@@ -29,9 +29,11 @@ _MAX_DIRECT_GATHER_BYTES = 1 << 17
 # The bytes of a buffer up to which gloo reduces the buffer in one round of messages.
 _MAX_ONE_ROUND_BYTES = 16
 
-_NO_SOURCE = -1  # stands for the source in a gather of objects, which has none
+# Stands for the source in a gather of objects, which has none. It is below every rank.
+_NO_SOURCE = -1
 _LENGTH_BYTES = 8  # of the length before a gathered message
 _MAX_INT64 = 2**63 - 1  # also the mask of all bits but the sign
+_MIN_INT64 = -(2**63)
 
 
 def _torch_reductions() -> dict[Reduce, Any]:
@@ -67,7 +69,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         """Wrap a group, which :meth:`close` does not destroy. Not a collective."""
         self._group = group
-        # Only a group that new_group() has made is destroyed by close().
+        # Whether new_group() has made the group, so that close() destroys it.
         self._owns_group = False
         self._process_device = device
         self._timeout = timeout
@@ -149,14 +151,16 @@ class ProcessGroupCommunicator(Communicator):
         return output
 
     def _send_to_all(self, copies: Tensor, output: Tensor) -> None:
-        """Gather the buffers of all ranks with an all-to-all of copies. Collective.
+        """Gather small buffers of all ranks with an all-to-all of copies. Collective.
+
+        Under gloo, this is faster than an all-gather, see :meth:`_is_gathered_directly`.
 
         Args:
             copies: one copy of the buffer of this rank for each rank.
             output: the tensor that is overwritten, of the same shape. Row i comes from rank i.
         """
         if copies.is_complex():
-            # Backends have no complex numbers. dist.all_to_all_single() would do the same.
+            # Backends have no complex numbers, so their real and imaginary parts are sent.
             copies = torch.view_as_real(copies)
             output = torch.view_as_real(output)
         # The default group is looked up here, since a reference to it in this object would keep the
@@ -169,6 +173,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce a buffer over the ranks, in place, and return it. Collective."""
+        # If the backend lacks the reduction, or a gather is faster, each rank reduces all buffers.
         if self._is_reduced_by_each_rank(buffer, op):
             buffers = self.all_gather(buffer).unbind()
             return buffer.copy_(fold(op, buffers))
@@ -177,7 +182,7 @@ class ProcessGroupCommunicator(Communicator):
             return self._all_reduce_extremum(buffer, op)
         dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
         if op is Reduce.MEAN:
-            # The backend has computed a sum, which _TORCH_REDUCTIONS has for the mean.
+            # In _TORCH_REDUCTIONS, the reduction for a mean is a sum.
             buffer.div_(self.size)
         return buffer
 
@@ -203,7 +208,7 @@ class ProcessGroupCommunicator(Communicator):
         # Every floating-point value fits into a double without rounding.
         integers = _ordered_integers(buffer.double().view(torch.int64))
         # The largest and the least integer become NaNs when they are converted back below.
-        integer_of_nan = _MAX_INT64 if op is Reduce.MAX else ~_MAX_INT64
+        integer_of_nan = _MAX_INT64 if op is Reduce.MAX else _MIN_INT64
         integers.masked_fill_(buffer.isnan(), integer_of_nan)
         dist.all_reduce(integers, op=_TORCH_REDUCTIONS[op], group=self._group)
         # A second call of _ordered_integers() undoes the first one.
@@ -217,7 +222,7 @@ class ProcessGroupCommunicator(Communicator):
         """
         # The other reductions need the special cases of _all_reduce(), such as the one for NaNs.
         if op not in (Reduce.SUM, Reduce.MEAN):
-            # The row is copied, since a view would keep the whole buffer in memory.
+            # The row is cloned, since a view would keep the whole buffer in memory.
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         # torch's default reduction is the sum.
@@ -229,8 +234,8 @@ class ProcessGroupCommunicator(Communicator):
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
         """Return the buffers of all ranks on rank ``dst``, and None on the others. Collective."""
         if buffer.is_complex():
-            # Backends have no complex numbers. In other collectives, torch itself passes them on as
-            # pairs of real numbers.
+            # Backends have no complex numbers, so their real and imaginary parts are sent. Other
+            # functions of torch.distributed do this themselves.
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         if self.rank != dst:
@@ -311,9 +316,11 @@ class ProcessGroupCommunicator(Communicator):
         lowest_src = -negated_lowest_src
         if lowest_src == highest_src:
             return length
-        if lowest_src != _NO_SOURCE:
-            # Every rank broadcasts, but not from the same source.
-            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest_src, highest_src])
+        # _NO_SOURCE is below every rank, so it would be the lowest source.
+        is_any_gather = lowest_src == _NO_SOURCE
+        if not is_any_gather:
+            request = f"src={src} on rank {self.rank}"
+            raise peer_mismatch_error(request, peers=[lowest_src, highest_src])
         operation = "gather" if src == _NO_SOURCE else "broadcast"
         raise CollectiveMismatchError(
             f"{operation} of an object on rank {self.rank}",
