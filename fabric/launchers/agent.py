@@ -320,8 +320,10 @@ class _Coordinator:
     @property
     def _phase(self) -> _Phase:
         """What the coordinator waits for now."""
+        # The port is published as long as a generation runs.
         if self._state.port is not None:
             return _Phase.RUNNING
+        # The causes are cleared when the job restarts.
         if self._causes:
             return _Phase.ENDING
         return _Phase.STARTING
@@ -409,7 +411,7 @@ class _Coordinator:
             node_rank=node_rank,
         )
         self._causes.append(cause)
-        # Otherwise the generation has been ended already, and some ranks are still ending.
+        # In the phase ENDING, the generation has been ended already.
         if self._phase is _Phase.RUNNING:
             self._end_generation()
 
@@ -442,8 +444,8 @@ class _Coordinator:
             self._watch_generation(now)
             return
         if self._phase is _Phase.ENDING:
+            # The phase becomes STARTING if no machine has ranks any longer, and the job restarts.
             self._finish_generation(now)
-        # Finishing one generation may allow the next one to start.
         if self._phase is _Phase.STARTING:
             self._start_generation(now)
 
@@ -558,7 +560,7 @@ class _Coordinator:
         self._restart_times.append(now)
         count = f"restart {len(self._restart_times)} of {self._config.restart_limit}"
         self._state = replace(self._state, notice=f"{count}: {cause.text}")
-        self._causes = []
+        self._causes = []  # the phase is now STARTING
         self._waiting_since = now
 
     def _start_generation(self, now: float) -> None:
@@ -818,10 +820,10 @@ class NodeAgent:
         while not self._should_leave and self._problem == "":
             try:
                 server = self._server
-                if server is None:
+                if server is None:  # on other machines than machine 0
                     server = _connect(config.address, config.port)
                 store = JobStore(server, config.node_rank, config.num_nodes)
-                if self._server is not None:
+                if self._server is not None:  # on machine 0
                     self._coordinator = _Coordinator(config, store)
                 if self._ask_for_admission(store):
                     return store
@@ -917,9 +919,10 @@ class NodeAgent:
         generation: Generation | None = None
         with self._lock:
             status = replace(self._status, seen_generation=state.generation)
-            is_new = status.generation != state.generation
-            # The ranks of the last generation may not have ended yet.
-            if state.port is not None and is_new and not status.is_running:
+            is_new_generation = status.generation != state.generation
+            # Until the generation has a port, not all machines are there. And the ranks of the last
+            # generation may not have ended yet.
+            if is_new_generation and state.port is not None and not status.is_running:
                 generation = Generation(state.generation, state.port)
                 status = replace(status, generation=state.generation, is_running=True, end=None)
             self._status = status

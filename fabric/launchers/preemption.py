@@ -83,9 +83,9 @@ class StopRequest:
         #   there is no reporter.
         # - infinity: no rank is asked to stop.
         self._held_call = 0.0
-        # Whether this rank still has to answer once any rank is asked to stop. The ranks agree when
-        # each rank has answered once. Set by the first call of is_due().
-        self._owes_answer = False
+        # True from the first call of is_due() until this rank answers. A rank answers once, after
+        # any rank is asked to stop. The ranks have agreed when all of them have answered.
+        self._has_to_answer = False
         # The call at which all ranks stop. Infinity until it is known.
         self._agreed_call = math.inf
         self._is_requested = False  # whether a signal has asked this rank to stop
@@ -198,7 +198,7 @@ class StopRequest:
         if self._reporter is not None:
             # From now on is_due() only counts, until _poll() finds a request and holds this rank.
             self._held_call = math.inf
-            self._owes_answer = True
+            self._has_to_answer = True
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
@@ -247,7 +247,8 @@ class StopRequest:
         The reporter's thread calls this method and has the ``_answer_lock``. See
         ``[Note: Stopping]`` in preemption.py.
         """
-        if self._owes_answer:
+        # Once this rank has answered, it is held, and only the agreed call is missing.
+        if self._has_to_answer:
             is_any_asked = self._is_asked(now) or store.get_nowait("stop/requested") is not None
             if not is_any_asked:
                 return
@@ -255,6 +256,7 @@ class StopRequest:
         # None until all ranks have answered.
         agreed_call = store.get_nowait("stop/agreed")
         if agreed_call is not None:
+            # _agreed_call is a float, since infinity stands for an unknown call.
             self._agreed_call = float(agreed_call)
 
     def _hold(self, store: JobStore) -> None:
@@ -277,9 +279,9 @@ class StopRequest:
     def _answer(self, store: JobStore) -> None:
         """Count this rank as one that has answered. The last rank to answer writes the agreed call.
 
-        Call this method once, while this rank owes an answer. The caller has the ``_answer_lock``.
+        Called once, while ``_has_to_answer`` is true. The caller has the ``_answer_lock``.
         """
-        self._owes_answer = False
+        self._has_to_answer = False
         is_last_answer = store.add("stop/answers", 1) == store.size
         if is_last_answer:
             # A rank that was closed before it was held has published no call. If there is no call
@@ -295,7 +297,7 @@ class StopRequest:
         self._stop_listening()
         # After a DistError, the store has ended, and no rank waits for the answer of this one.
         with self._answer_lock, suppress(dist.DistError):
-            if self._reporter is not None and self._owes_answer:
+            if self._reporter is not None and self._has_to_answer:
                 self._answer(self._reporter.store)
             self._reporter = None  # ends the wait of a held rank, and _poll() does nothing
 

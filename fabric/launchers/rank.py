@@ -374,7 +374,8 @@ def run_process(control: Connection) -> None:
     Args:
         control: the rank's end of the control pipe.
     """
-    # exit_process() looks for this list: if it is frozen, the user has called gc.freeze().
+    # exit_process() looks for this list among the objects that are not frozen. If the list is
+    # missing, the user has called gc.freeze().
     freeze_probe: list[Any] = []
     config, payload = _receive_payload(control)
     exit_code = run_rank(control, config, payload)
@@ -707,8 +708,8 @@ def exit_process(code: int, freeze_probe: list[Any] | None = None) -> NoReturn:
     Args:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
-        freeze_probe: a list that was made when this process began. It tells whether the user has
-            called ``gc.freeze()`` since then. None, the default, if there is no such list.
+        freeze_probe: a list that was made when this process began, see :func:`_flush_files`. None,
+            the default, if there is no such list.
     """
     # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -748,15 +749,18 @@ def _flush_files(freeze_probe: list[Any] | None) -> None:
     """Flush all open files of this process, which ends without the interpreter's finalization.
 
     Args:
-        freeze_probe: a list that was made when this process began. None if there is no such list.
+        freeze_probe: a list that was made when this process began. ``gc.get_objects()`` has the
+            list unless the user has called ``gc.freeze()`` since then. None if there is no such
+            list.
     """
     gc.disable()  # the process ends, so a collection of garbage would only take time
     # gc.get_objects() leaves out frozen objects. In a forked rank, these are the objects of the
     # fork server. None of them is an open file, and looking at all of them would take long.
     objects = gc.get_objects()
-    # If the list is missing, the user has frozen more objects, perhaps files. Or there is no list,
-    # and any object may be a file. So all objects are looked at.
-    if not any(candidate is freeze_probe for candidate in objects):
+    # If the probe is missing, the user has frozen more objects. Without a probe this is unknown. In
+    # both cases a frozen object may be a file, and so all objects are looked at.
+    has_probe = any(candidate is freeze_probe for candidate in objects)
+    if not has_probe:
         gc.unfreeze()
         objects = gc.get_objects()
     text_files: list[Any] = []

@@ -191,7 +191,7 @@ def _no_script_error(problem: str) -> ConfigurationError:
     """Return the error for a process without a script that could be run again."""
     return ConfigurationError(
         "the launcher 'popen', which runs the script again in every rank",
-        problem,
+        problem=problem,
         suggestion='Fabric(..., launcher="forkserver").launch(train)',
     )
 

@@ -140,6 +140,7 @@ def dump_result(value: Any, tensor_file: str | None = None) -> bytes:
     data_or_error = _try_dump(partial(_dump_detached, tensor_file=tensor_file), value)
     if isinstance(data_or_error, bytes):
         return data_or_error
+    # Without a file: a file changes where tensors are stored, and not which values can be pickled.
     unpicklable = _find_unpicklable(value, _dump_detached)
     suggestion = "return the values that you need; or None, or launch(..., return_result=False)"
     if isinstance(data_or_error, _ShardError):

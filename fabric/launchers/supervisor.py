@@ -337,7 +337,7 @@ class RankProcess:
         ticks = int(fields[StatField.USER_TICKS]) + int(fields[StatField.SYSTEM_TICKS])
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def is_stopped(self) -> bool:
+    def is_suspended(self) -> bool:
         """Return whether the process is stopped, as by SIGSTOP. It then handles no signal."""
         return read_stat(self.process.pid).get(StatField.STATE) == "T"
 
@@ -742,10 +742,12 @@ class Supervisor:
         # ended would look like one that has failed.
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         has_lost_peer = any(failure.has_lost_peer for failure in failures)
+        # A rank that finished normally is a cause only if another rank lost the connection to it.
         cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
         error = self._error_for(cause, failures)
         for rank in self._running_ranks():
-            if rank.is_stopped():  # cannot run its ``finally`` blocks, so no grace period
+            # A rank that SIGSTOP has stopped cannot run its ``finally`` blocks.
+            if rank.is_suspended():
                 rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
@@ -757,7 +759,7 @@ class Supervisor:
         """
         if self.signals:
             return True
-        return all(rank.is_exiting or rank.is_stopped() for rank in self._running_ranks())
+        return all(rank.is_exiting or rank.is_suspended() for rank in self._running_ranks())
 
     def _are_descriptions_complete(self) -> bool:
         """Return whether all ranks that can have answered "describe", or a signal has arrived.
@@ -768,7 +770,7 @@ class Supervisor:
             return True
         for rank in self._running_ranks():
             has_answered = rank.is_exiting or "described" in rank.messages
-            if not has_answered and not rank.is_stopped():
+            if not has_answered and not rank.is_suspended():
                 return False
         return True
 
@@ -822,7 +824,8 @@ class Supervisor:
         cpu_after = processor_seconds(ranks)
         if cpu_before is None or cpu_after is None:
             return True  # the main thread of a rank does not sleep
-        is_busy = cpu_after - cpu_before >= _IDLE_LOAD * RESPONSE_TIME
+        max_seconds_of_idle_ranks = _IDLE_LOAD * RESPONSE_TIME
+        is_busy = cpu_after - cpu_before >= max_seconds_of_idle_ranks
         has_rank_ended = self._running_ranks() != ranks
         return is_busy or has_rank_ended or _has_responded(ranks)
 

@@ -715,7 +715,7 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
         """Return whether all frames of the user are written, or none will be."""
         # The rank writes the innermost frame first. The user's function is called by this file, so
         # all frames of the user come before the name of this file. A stopped rank writes nothing.
-        return __file__ in rank.read_stack() or rank.is_stopped()
+        return __file__ in rank.read_stack() or rank.is_suspended()
 
     supervisor.collect_until(_STACK_TIMEOUT, is_stack_settled)
     user_frames, _, _ = rank.read_stack().partition(__file__)
