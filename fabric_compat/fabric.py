@@ -193,7 +193,7 @@ class Fabric(_Fabric):
     def _attach(self, user_module: Any, optimizers: Any) -> None:
         """Tell a LightningModule its Fabric and its optimizers, and make it a callback.
 
-        As a callback, its hooks are called. Other modules do not change.
+        :meth:`call` then calls the hooks of the module. Other modules do not change.
         """
         # Only a LightningModule has the attribute.
         if not hasattr(user_module, "_fabric"):

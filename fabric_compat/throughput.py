@@ -148,7 +148,7 @@ def measure_flops(
 ) -> int:
     """Return the FLOPs of a forward pass, and with ``loss_fn`` also of the backward pass.
 
-    The model may be on the ``meta`` device.
+    The model may be on the ``meta`` device. The argument ``model`` itself is not used.
     """
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()

@@ -49,7 +49,8 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 class WandbLogger(Logger):
     """A logger that writes to a run of W&B on rank 0. The first write starts the run.
 
-    ``log_model`` and ``checkpoint_name`` have no effect without Lightning's Trainer.
+    ``log_model``, ``checkpoint_name`` and ``add_file_policy`` have no effect without Lightning's
+    Trainer. ``anonymous`` has no effect either.
     """
 
     LOGGER_JOIN_CHAR = "-"

@@ -339,7 +339,8 @@ def _distributed_is_initialized() -> bool:
 def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int = 3) -> bool:
     """Return whether all processes see the same folder at ``path``.
 
-    The default of ``path`` is the current folder. Collective: every rank must call it.
+    The default of ``path`` is the current folder. ``timeout`` has no effect. Collective: every rank
+    must call it.
     """
     if strategy.runtime.world.num_nodes == 1:
         return True
