@@ -94,7 +94,7 @@ class Windows(Generic[Batch_co]):
             for index, batch in enumerate(batches):
                 number_in_window = index % self.steps + 1
                 is_last = number_in_window == self.steps or position.is_final
-                # At the last micro-batch the user may save, so the window counts as closed.
+                # None at the last micro-batch, since the user steps there and may then save.
                 position.micro_batch = None
                 if not is_last:
                     position.micro_batch = MicroBatch(number_in_window, window_length=self.steps)

@@ -53,7 +53,7 @@ class _BatchLayout(NamedTuple):
     Attributes:
         unit: what an entry is, see :class:`_BatchSize`.
         size: the size of the ranks' batches.
-        is_uneven: whether ranks may have batches of different lengths, or none.
+        is_uneven: whether some ranks may have shorter batches than others, or no more batches.
         is_repeat: whether this rank got an earlier batch again, so that its samples do not count.
     """
 
@@ -98,7 +98,7 @@ def gather_batch(
     _check_data_is_sharded(communicator, loop.spec)
     _check_repetitions_are_known(loop.spec)
     # At the end of the loop, fabric does not warn of repeated samples.
-    loop.is_gathered = True
+    loop.was_gathered_for_metrics = True
     layout = _layout(loop)
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
@@ -261,9 +261,9 @@ def _layout(loop: ActiveLoop) -> _BatchLayout:
 
 
 def _is_uneven(spec: LoaderSpec) -> bool:
-    """Return whether ranks may have batches of different lengths, or none."""
-    # An iterable dataset is sharded in rounds. Under "longest" its last round may be incomplete, so
-    # that only some ranks have a sample of that round.
+    """Return whether some ranks may have shorter batches than others, or no more batches."""
+    # Under "longest", the last round of an iterable dataset may be incomplete: then only some ranks
+    # have a sample of this round.
     has_equal_batches = spec.has_equal_counts and not spec.is_sharded_in_rounds
     return spec.ends_in_lockstep and not has_equal_batches
 

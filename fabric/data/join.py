@@ -75,7 +75,7 @@ class JoinedPasses:
             )
         phase_checks = recorder.phase_checks
         recorder.phase_checks = ()
-        # In front of the other checks: of several errors, the user gets the one that names the
+        # The first check that fails raises. This check comes first, since its error names the
         # block.
         recorder.checks = (self._refuse_collective, *recorder.checks)
         bypass.on_forward.append(self._on_forward)
@@ -123,7 +123,7 @@ class JoinedPasses:
         # The index of the module whose turn it is. Each batch runs all modules in their order.
         turn = self.forward_count % len(self._guards)
         expected = self._guards[turn]
-        # At turn 0 this is the last module, whose backward pass ends the previous batch.
+        # At turn 0 this is index -1: the last module, whose backward pass ends the previous batch.
         previous = self._guards[turn - 1]
         problem = None
         if not torch.is_grad_enabled():

@@ -102,7 +102,8 @@ class DataParallelJob:
         detector: records the start of each iteration. None if there are no other ranks.
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
             each iteration. Collective among these ranks.
-        around_batches: wraps the iterator of batches of each iteration, to observe it.
+        observe_batches: returns an iterator of the same batches, which observers such as a profile
+            see. Called with the batches of each iteration.
         warns_of_repetitions: called at the end of a loop. Returns whether to warn if the loop has
             counted samples twice.
     """
@@ -115,7 +116,7 @@ class DataParallelJob:
     lockstep: Lockstep = field(default_factory=Lockstep)
     detector: UnevenInputDetector | None = None
     synchronize_rng: Callable[[], None] = _do_nothing
-    around_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
+    observe_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
     warns_of_repetitions: Callable[[], bool] = _return_false
 
 
@@ -227,7 +228,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         shard_request = ShardRequest(
             rank=job.rank,
             num_replicas=job.num_replicas,
-            is_enabled=shard,
+            should_shard=shard,
             uneven=uneven,
             from_rank0=job.from_rank0,
             name=name,
@@ -298,11 +299,13 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         else:
             batches = self._resume_batches(position)
             if loaded_position.get("dataset_has_ended", False):
-                batches = self._skip_remaining_epoch(batches, loaded_position["dataset"])
+                # No batch is left, but the dataset may still have to move on to its next epoch.
+                batches = self._finish_ended_epoch(batches, loaded_position["dataset"])
         batches = self._look_ahead(batches, position, marks_last_batch)
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
-        batches = self._job.around_batches(batches)
+        batches = self._job.observe_batches(batches)
+        # The start of a loop has a number of its own, to compare it with batches of other loops.
         start_number = next(self._job.batch_numbers)
         loop = ActiveLoop(self._spec, position, batch_number=start_number)
         return position, self._yield_batches(loop, batches)
@@ -343,7 +346,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         spec = self._spec
         has_equal_batches = spec.is_sharded_in_rounds or self._ends_in_lockstep()
         if has_equal_batches:
-            batch_count = 0  # stands for "equal": only differences between ranks matter
+            batch_count = 0  # any number that is equal on all ranks: the detector compares ranks
         elif isinstance(spec.dataset, IterableDataset):
             # Unknown: len() is not called, since torch would then warn if the dataset yields more
             # samples than its length.
@@ -352,6 +355,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             batch_count = length_of(self.loader)
         # A dataset or sampler with set_epoch draws another order in each epoch.
         draws_order = bool(spec.order_streams) or bool(self._epoch_targets)
+        # Orders that are divided over ranks have to be the same, which the detector checks.
         shuffles = spec.num_replicas > 1 and draws_order
         self._job.detector.on_iteration(self._name, position, batch_count, shuffles)
 
@@ -397,7 +401,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         if spec.is_sharded_in_rounds:
             # An InterleavedIterable, which wraps the user's dataset.
             dataset: Any = self.loader.dataset
-            # A sample read in iter() would change the streams and the dataset's own state.
+            # To read a sample in iter() would change the random streams and the dataset's state.
             dataset.read_first_sample_in_iter(False)
         states_before = streams.state()
         batches = iter(self.loader)
@@ -408,12 +412,12 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             return _draw_seed_from_copy(self.loader, batches)
         return batches
 
-    def _skip_remaining_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
-        """Return no batches, for a position after the last batch of an iterable dataset.
+    def _finish_ended_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
+        """Take an iterable dataset to the start of its next epoch, and return no batches.
 
-        The dataset has to be at the start of its next epoch afterwards. Some datasets have saved
-        the end of the old epoch: iterating them once yields nothing, and takes them to the next
-        epoch. Other datasets have saved the start of the next epoch already.
+        Called for a position after the last batch of an epoch. Some datasets have saved the end of
+        the old epoch: iterating them once yields nothing, and takes them to the next epoch. Other
+        datasets have saved the start of the next epoch already.
 
         Args:
             batches: an iterator over the dataset.
@@ -467,8 +471,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the prepared copy. Called for a name that this object lacks."""
         # copy and pickle look up special methods, which must not be taken from the user's loader.
-        # They also look up names before this object has a loader, so that reading it below would
-        # recurse.
+        # They also look up names before this object has a loader: reading self.loader below would
+        # call this method again, without end.
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -630,7 +634,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             CheckpointError: the state is fabric's, or of another number of ranks.
         """
         content: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
-        is_of_fabric = "cursor" in content
+        is_of_fabric = "cursor" in content  # only positions that fabric keeps have a cursor
         # A plain state of the loader has no number of ranks: it was saved on one rank.
         ranks = content.get("num_replicas", 1)
         if is_of_fabric or ranks != self._spec.num_replicas:
@@ -680,9 +684,11 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         batch_numbers = self._job.batch_numbers
         try:
             for batch in batches:
+                # A rank that has run out gets its last batch again, which counts only once.
                 if not position.is_repeat:
                     position.received_batches += 1
                 attributes["_latest_position"] = position
+                # The number is negative before the first batch.
                 is_first_batch = loop.previous_batch_number < 0
                 if is_first_batch:
                     active_loops.append(loop)
@@ -690,7 +696,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 loop.batch_number = next(batch_numbers)
                 yield batch
             position.is_finished = True
-            if not loop.is_gathered:
+            # fabric.gather_for_metrics has left repeated samples out of the user's results.
+            if not loop.was_gathered_for_metrics:
                 self._warn_of_repetitions(position)
             if self._loader_keeps_position and self._spec.ends_in_lockstep:
                 # A loop in lockstep may end before the data of this rank does. The loader's own

@@ -81,8 +81,8 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # This attribute has the state from before the previous fetch. _read_state() would
-            # return that state.
+            # Until then, _read_state() returns this attribute, which is from before the previous
+            # fetch.
             self.position.state_before_fetch = None
             # Without a count, has_next() fetches a batch to know whether there is one.
             is_fetched_ahead = self.count is None
@@ -236,8 +236,8 @@ class Lockstep:
             else:
                 yield batch
             has_batch = _wait_for_next(next_exchange, batch_number, total, choose)
-        # If ``choose`` is min, this rank may have batches left, which are not used. If not,
-        # finish() checks that the loader has really ended.
+        # Under "shortest", this rank may have batches left, which are not used. A rank without
+        # batches checks that its loader has really ended.
         if not remaining.has_next():
             remaining.finish()
 

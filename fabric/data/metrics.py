@@ -22,7 +22,7 @@ from fabric.tree import map_tensors
 
 __all__ = ["compute_metrics", "load_rank_states", "rank_states"]
 
-# The attributes of a metric that are replaced while it computes over all ranks.
+# These attributes of a metric are replaced while the metric computes over all ranks.
 _SYNC_ATTRIBUTES = ("dist_sync_fn", "distributed_available_fn", "_to_sync")
 
 
@@ -66,7 +66,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             )
         for metric in metrics_by_path.values():
             sent.append(_tensors_to_gather(metric))
-    # Any error: the exchange raises it on all ranks, which would otherwise wait for this rank.
+    # The exchange below raises this error on all ranks. Without it the others would wait forever.
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         problem = f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
         error = UsageError(call_text, problem)
@@ -117,9 +117,11 @@ def _use_gathered_states(
     for name in _SYNC_ATTRIBUTES:
         undo.callback(setattr, metric, name, getattr(metric, name))
     metric.dist_sync_fn = partial(_gathered_tensors, call_text, iter(states))
+    # torchmetrics calls dist_sync_fn only if this function returns true.
     metric.distributed_available_fn = _is_available
-    metric._to_sync = True  # for a metric with sync_on_compute=False, too
-    # Drops the cached result: other ranks may have been updated since.
+    # A metric with sync_on_compute=False has False here, and would not call dist_sync_fn.
+    metric._to_sync = True
+    # Drops the cached result, which may be older than the samples of other ranks.
     metric._computed = None
 
 
@@ -173,7 +175,7 @@ def load_rank_states(
         CheckpointError: the states are of another number of ranks, or of other metrics.
     """
     is_same_size = size == saved_size
-    # All ranks have saved the same names, so the first result has them all.
+    # All ranks have saved the same names, so the first result has all names.
     for name in state.keys() & saved[0].keys():
         metrics = _metrics_in(state[name])
         if not metrics:

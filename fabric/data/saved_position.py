@@ -64,9 +64,9 @@ def saved_position(
 def check_saved_position(
     saved: Any, spec: LoaderSpec, *, yields_in_order: bool, dataset_keeps_position: bool
 ) -> None:
-    """Raise if this loader would yield different samples from a saved position on.
+    """Raise if a loader cannot continue at a saved position with the samples of the saved loader.
 
-    ``load_state_dict`` calls it before it changes anything.
+    ``load_state_dict`` calls this function before changing anything.
 
     Args:
         saved: the saved position.
@@ -81,16 +81,18 @@ def check_saved_position(
             - ``saved`` is not the state of a loader.
             - The dataset, its length, the sampler or the number of generators differs.
             - The batch size differs, and the sampler yields whole batches.
-            - The position cannot be restored, or not on this number of ranks.
+            - This number of ranks cannot continue at the position.
+            - The position is inside an epoch, and it is not known which samples were received.
     """
     _check_format(saved, spec)
     _check_same_samples(saved, spec)
     # Called for its error, for a number of ranks that cannot continue at the saved position.
     entries_to_skip(saved, spec)
     if is_inside_epoch(saved, spec):
-        has_dataset_state = dataset_keeps_position and saved["dataset"] is not None
+        # The dataset kept its position when it was saved, and can load it now.
+        can_load_dataset = dataset_keeps_position and saved["dataset"] is not None
         _check_restorable(
-            saved, spec, yields_in_order=yields_in_order, has_dataset_state=has_dataset_state
+            saved, spec, yields_in_order=yields_in_order, can_load_dataset=can_load_dataset
         )
 
 
@@ -182,7 +184,7 @@ def _check_same_samples(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
 
 
 def _check_restorable(
-    saved: Mapping[str, Any], spec: LoaderSpec, *, yields_in_order: bool, has_dataset_state: bool
+    saved: Mapping[str, Any], spec: LoaderSpec, *, yields_in_order: bool, can_load_dataset: bool
 ) -> None:
     """Raise a CheckpointError if this position inside an epoch cannot be restored.
 
@@ -190,7 +192,7 @@ def _check_restorable(
         saved: the saved position.
         spec: the loader's spec.
         yields_in_order: whether the loader yields batches in the order in which it requested them.
-        has_dataset_state: whether ``saved`` has a state of the dataset, which the dataset can load.
+        can_load_dataset: whether ``saved`` has a state of the dataset, which the dataset can load.
     """
     # A loader whose position fabric keeps has a sharded sampler unless the dataset is iterable.
     is_iterable = spec.sharded_sampler is None
@@ -202,7 +204,7 @@ def _check_restorable(
             "which batches were received"
         )
         suggestion = "DataLoader(..., in_order=True)"
-    elif is_iterable and not has_dataset_state:
+    elif is_iterable and not can_load_dataset:
         problem = (
             f"the {type(spec.dataset).__name__} is iterable: only the dataset itself knows how to "
             "continue from there"

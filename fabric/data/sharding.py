@@ -100,9 +100,10 @@ class ShardedSampler:
     See ``[Note: Data]`` in ``position.py``. A *round* is ``num_replicas`` entries, one for each
     rank. The random numbers of the order are drawn at these times:
 
-    - With one replica, when torch's own loop would draw them.
-    - With several replicas, at the start of the epoch if the sampler has a length.
-    - Otherwise round by round, from a private copy of the streams.
+    - One replica: at the times at which torch's own loop draws them.
+    - Several replicas, and a sampler with a length: at the start of the epoch.
+    - Several replicas, and a sampler without a length: round by round, from a private copy of the
+      streams.
 
     Attributes that this object lacks are those of the user's own sampler or batch sampler:
     ``loader.sampler.set_epoch(n)`` reaches it.
@@ -258,8 +259,8 @@ class ShardedSampler:
         """
         skipped = self.position.skipped_entries
         if self.num_replicas == 1:
-            # At least one entry is read: a sampler whose __iter__ is a generator function draws its
-            # order before its first entry.
+            # At least one entry is read now, since a sampler whose __iter__ is a generator function
+            # draws its order only when its first entry is read.
             first_entries = list(islice(order, max(skipped, 1)))
             return chain(first_entries[skipped:], order)
         if length_of(self.sampler) is None:
@@ -341,11 +342,11 @@ class ShardedSampler:
 def _call_at_first_item(function: Callable[[], Iterable[T]]) -> Iterator[T]:
     """Return an iterator that calls a function when its first item is asked for.
 
-    The iterator yields the items of the function's result. A generator with ``yield from`` would do
-    the same, but Python would resume it for every item.
+    The iterator yields the items of the function's result. The function is not a generator with
+    ``yield from``, which Python would resume for every item.
     """
-    # A generator of a single item, the function's result. The chain asks for it when it is asked
-    # for its own first item.
+    # This generator has one item: the function's result. The chain asks the generator for the
+    # result when the user asks the chain for its first item.
     results = (call() for call in [function])
     return chain.from_iterable(results)
 
@@ -387,14 +388,15 @@ class InterleavedIterable(IterableDataset[Any]):
             _reads_first_sample=False,
         )
 
-    def read_first_sample_in_iter(self, is_enabled: bool) -> None:
+    def read_first_sample_in_iter(self, reads_first_sample: bool) -> None:
         """Set whether ``iter()`` reads the first sample of the dataset.
 
         At the start of an epoch, the loader calls ``iter()`` with the same random states on all
         ranks. A dataset whose ``__iter__`` is a generator function draws its order when its first
         sample is read. Reading the sample in ``iter()`` makes this order the same on all ranks.
         """
-        vars(self).update(_reads_first_sample=is_enabled)
+        # Not ``self._reads_first_sample = ...``: __setattr__ writes to the user's dataset.
+        vars(self).update(_reads_first_sample=reads_first_sample)
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's sample of each round."""

@@ -43,7 +43,8 @@ class ShardRequest:
     Attributes:
         rank: rank of this process, ``0 <= rank < num_replicas``.
         num_replicas: number of ranks.
-        is_enabled: whether fabric shards. If not, every rank has the whole data.
+        should_shard: whether fabric shards, unless the data is sharded already. If not, every rank
+            has the whole data.
         uneven: what happens if ranks cannot get equally many samples or batches.
         from_rank0: called on every rank with a key and bytes, returns rank 0's bytes. None: each
             rank draws from its own random states.
@@ -52,7 +53,7 @@ class ShardRequest:
 
     rank: int
     num_replicas: int
-    is_enabled: bool
+    should_shard: bool
     uneven: Uneven
     from_rank0: FromRank0 | None
     name: str
@@ -60,7 +61,7 @@ class ShardRequest:
     @property
     def shard_count(self) -> int:
         """Number of shards that fabric makes, unless the data is sharded already."""
-        return self.num_replicas if self.is_enabled else 1
+        return self.num_replicas if self.should_shard else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,14 +247,14 @@ class ActiveLoop:
         batch_number: number of the latest batch. Before the first batch, number of the start.
         previous_batch_number: number of the batch before the latest. At the first batch, number of
             the start. Negative before the first batch.
-        is_gathered: whether ``fabric.gather_for_metrics`` was called in the loop.
+        was_gathered_for_metrics: whether ``fabric.gather_for_metrics`` was called in the loop.
     """
 
     spec: LoaderSpec
     position: EpochPosition
     batch_number: int
     previous_batch_number: int = -1
-    is_gathered: bool = False
+    was_gathered_for_metrics: bool = False
 
 
 class _Order(NamedTuple):
@@ -261,7 +262,7 @@ class _Order(NamedTuple):
 
     Attributes:
         sampler: the user's sampler or batch sampler that makes the order.
-        unit: what the sampler yields.
+        unit: what the sampler yields: samples or whole batches.
         batch_sampler: the batch sampler that groups the samples of ``sampler``, or None.
     """
 
@@ -293,9 +294,9 @@ def shard(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
         spec = _shard_iterable(loader, loader.dataset, request)
     else:
         spec = _shard_order(loader, request)
-    if not request.is_enabled and spec.ends_in_lockstep:
-        # "shortest" and "longest" say that the data is sharded over all ranks: by the sampler, or
-        # else by the user in a way that fabric does not know.
+    if not request.should_shard and spec.ends_in_lockstep:
+        # With "shortest" and "longest" the user says that the data is sharded over all ranks: by
+        # the sampler, or else in a way that fabric does not know.
         sampler_shards = _sampler_shard(spec.order_source) is not None
         return replace(
             spec, num_replicas=request.num_replicas, is_sharded_by_user=not sampler_shards
@@ -317,6 +318,7 @@ def _shard_iterable(
         dataset: the loader's dataset.
         request: how the loader is to be sharded.
     """
+    # Users set this attribute on a dataset whose data differs between ranks.
     is_sharded_by_user: bool = getattr(dataset, "shards_itself", False)
     generators = _loader_generators(loader)
     worker_seed_streams = None
@@ -361,10 +363,12 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     order = _find_order(loader)
     loader_generators = _loader_generators(loader)
     order_streams = _streams_of(order.sampler, loader_generators)
-    if request.is_enabled:
+    # Otherwise the user shards the data, in any way and under any policy.
+    if request.should_shard:
         _check_order(loader, order.sampler, request)
+    is_split = request.shard_count > 1
     sharded_sampler = None
-    if request.shard_count > 1 or not _saves_more_than_order(loader, order.sampler):
+    if is_split or not _saves_more_than_order(loader, order.sampler):
         sharded_sampler = _build_sampler(loader, order, order_streams, request)
         _install_sampler(loader, order, sharded_sampler)
     # dict.fromkeys drops a generator that both lists have, and keeps the order.
@@ -379,6 +383,7 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
         order_streams=order_streams,
         generators=tuple(generators),
         uneven=request.uneven,
+        # Users set this attribute on a dataset whose data differs between ranks.
         is_sharded_by_user=getattr(loader.dataset, "shards_itself", False),
         sharded_sampler=sharded_sampler,
     )
