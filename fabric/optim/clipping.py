@@ -136,7 +136,7 @@ def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> T
 def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: float) -> bool:
     """Return whether ``nn.utils.get_total_norm`` gives the right norm of the unsharded gradients.
 
-    For plain tensors it does. For DTensors, torch has no norm of gradients
+    torch does so for plain tensors. For DTensors, torch has no norm of gradients
 
     - on several meshes,
     - that are sharded over several dimensions of a mesh,
@@ -146,6 +146,7 @@ def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: fl
         return True
     if num_meshes > 1 or math.isinf(norm_type):
         return False
+    # A mix of plain tensors and DTensors has two meshes, so all gradients are DTensors here.
     return all(len(_sharded_dimensions(grad)) < 2 for grad in grads)
 
 

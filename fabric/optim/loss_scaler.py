@@ -82,8 +82,8 @@ class LossScaler:
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         # 1 if any gradients overflowed since the last update of the scale, else 0. None if no
-        # gradients were unscaled.
-        self._pending_found_inf: Tensor | None = None
+        # gradients were unscaled since then.
+        self._found_inf_since_update: Tensor | None = None
         self._growth_interval = settings.growth_interval
         # Whether a loss was ever scaled. A loop that calls loss.backward() scales none.
         self._has_scaled_a_loss = False
@@ -117,11 +117,12 @@ class LossScaler:
         A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
         hold different gradients.
         """
-        pending = self._pending_found_inf  # None if no gradients were unscaled since the update
+        found_inf = self._found_inf_since_update
+        has_unscaled = found_inf is not None
         # The scale must not change while an optimizer holds gradients that are scaled by it.
-        if pending is not None and not self._any_optimizer_holds_scaled_gradients():
-            self._update_scale(pending)
-            self._pending_found_inf = None
+        if has_unscaled and not self._any_optimizer_holds_scaled_gradients():
+            self._update_scale(found_inf)
+            self._found_inf_since_update = None
         for optimizer, state in self._states.items():
             if state.is_scaled:
                 continue
@@ -183,18 +184,18 @@ class LossScaler:
                     suggestion='model.float(), or Fabric(precision="16-true")',
                 )
         found_inf = self._unscale_and_find_inf(grads_by_kind)
-        # All ranks have to skip the same steps. With equal gradients they find the same overflows,
-        # and need no message.
+        # All ranks have to skip the same steps. Ranks with equal gradients find the same overflows
+        # without a message.
         if self.gradients_may_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
         state.found_inf = found_inf
         state.is_scaled = False
-        pending = self._pending_found_inf
-        if pending is None:
-            self._pending_found_inf = found_inf
-        else:
-            self._pending_found_inf = torch.maximum(pending, found_inf)
-        return bool(found_inf)
+        # The next update of the scale counts the overflows of all optimizers.
+        found_inf_before = self._found_inf_since_update
+        if found_inf_before is not None:
+            found_inf = torch.maximum(found_inf_before, found_inf)
+        self._found_inf_since_update = found_inf
+        return bool(state.found_inf)
 
     def _unscale_and_find_inf(self, grads_by_kind: Sequence[list[Tensor]]) -> Tensor:
         """Unscale gradients in place, and find out whether they overflowed on this rank.
@@ -230,7 +231,7 @@ class LossScaler:
         Called when a step is refused because the loss was not finite or too large: then the scale
         has not caused the overflow.
         """
-        self._pending_found_inf = None
+        self._found_inf_since_update = None
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last step of an optimizer was skipped because gradients overflowed."""
@@ -242,7 +243,7 @@ class LossScaler:
         Reading it waits for the device. ``"pending"`` is 1 if gradients overflowed since the last
         update of the scale, 0 if none did, and None if none were unscaled.
         """
-        pending = self._pending_found_inf
+        pending = self._found_inf_since_update
         return {
             "scale": float(self._scale),
             "growth_tracker": int(self._growth_tracker),
@@ -261,9 +262,9 @@ class LossScaler:
         pending = state["pending"]
         self._scale.fill_(scale)
         self._growth_tracker.fill_(growth_tracker)
-        self._pending_found_inf = None
+        self._found_inf_since_update = None
         if pending is not None:
-            self._pending_found_inf = torch.full_like(self._scale, pending)
+            self._found_inf_since_update = torch.full_like(self._scale, pending)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,7 +314,7 @@ class LossScaler:
         Collective if ranks hold different gradients. Waits for the device, since it reads the
         gradients: ``zero_grad(set_to_none=False)`` sets them to zero.
         """
-        # These are the same optimizers on all ranks. So the ranks agree below on whether to
+        # All ranks have the same optimizers in this list. So they agree below on whether to
         # exchange a message.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_gradients, scaled))

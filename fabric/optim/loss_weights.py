@@ -117,15 +117,17 @@ class _BackwardPass:
 
 
 # A problem in errors.
-_CLOSURE = (
+_PASS_WITHIN_STEP = (
     "gradients are divided after a backward pass and before a step, but a closure makes a backward "
     "pass within the step, or the step is made within a backward pass"
 )
 # Suggestions in errors.
-_CLEAR = "optimizer.zero_grad() after step()"
-_WEIGH_ALL = "fabric.backward(loss, weight=n) for every loss of a step; never loss.backward()"
-_NAME_OPTIMIZERS = "optimizer=... if the loss is not for all that are set up"
-_NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
+_CLEAR_GRADIENTS = "optimizer.zero_grad() after step()"
+_WEIGH_ALL_LOSSES = (
+    "fabric.backward(loss, weight=n) for every loss of a step; never loss.backward()"
+)
+_PASS_OPTIMIZERS_OF_LOSS = "optimizer=... if the loss is not for all that are set up"
+_STEP_WITHOUT_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
 
 class LossWeights:
@@ -206,8 +208,9 @@ class LossWeights:
         if loss_weight is None:
             if window is not None:
                 self._refuse_loss(
-                    "this loss has no weight, but an earlier loss since the last step has one",
-                    f"weight=...; or {_NAME_OPTIMIZERS}",
+                    problem="this loss has no weight, but an earlier loss since the last step has "
+                    "one",
+                    suggestion=f"weight=...; or {_PASS_OPTIMIZERS_OF_LOSS}",
                 )
             self._running_pass = _BackwardPass(fingerprints=self._fingerprints_except(optimizers))
             return loss
@@ -271,7 +274,9 @@ class LossWeights:
             return
         if window is _Mark.FOREIGN:
             self._refuse_step(
-                optimizer, "it has gradients of weighted losses for other optimizers", _CLEAR
+                optimizer,
+                problem="it has gradients of weighted losses for other optimizers",
+                suggestion=_CLEAR_GRADIENTS,
             )
         # Optimizers that share a window exchange one message, at the first step of any of them.
         if window.factors is None:
@@ -315,7 +320,8 @@ class LossWeights:
         unknown = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
         if unknown or not optimizers:
             self._refuse_loss(
-                "an optimizer of this loss has not been set up", "fabric.setup(model, optimizer)"
+                problem="an optimizer of this loss has not been set up",
+                suggestion="fabric.setup(model, optimizer)",
             )
 
     def _drop_cleared_windows(self) -> None:
@@ -359,8 +365,8 @@ class LossWeights:
             self._refuse(
                 "a backward pass without fabric.backward, into gradients of "
                 f"{type(optimizer).__name__}",
-                "its loss has no weight, but an earlier loss since the last step has one",
-                f"{_WEIGH_ALL}. optimizer.zero_grad() drops these gradients",
+                problem="its loss has no weight, but an earlier loss since the last step has one",
+                suggestion=f"{_WEIGH_ALL_LOSSES}. optimizer.zero_grad() drops these gradients",
             )
 
     def _fingerprints_except(self, optimizers: Sequence[Optimizer]) -> dict[Optimizer, object]:
@@ -392,16 +398,20 @@ class LossWeights:
                 windows.add(state.window)
         if len(windows) > 1:
             self._refuse_loss(
-                "the optimizers have had different weighted losses since their last steps",
-                _NAME_OPTIMIZERS,
+                problem="the optimizers have had different weighted losses since their last steps",
+                suggestion=_PASS_OPTIMIZERS_OF_LOSS,
             )
         window = windows.pop()
         if window is _Mark.DIVIDED:
             self._refuse_loss(
-                "clip_gradients has already divided the gradients of the losses before", _CLEAR
+                problem="clip_gradients has already divided the gradients of the losses before",
+                suggestion=_CLEAR_GRADIENTS,
             )
         if window is _Mark.FOREIGN:
-            self._refuse_loss("the gradients are of weighted losses for other optimizers", _CLEAR)
+            self._refuse_loss(
+                problem="the gradients are of weighted losses for other optimizers",
+                suggestion=_CLEAR_GRADIENTS,
+            )
         return window
 
     def _extended_window(
@@ -436,18 +446,21 @@ class LossWeights:
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError if the optimizers cannot begin a window.
 
-        At the step, all gradients of a window are multiplied by the same factor, once. So the
-        optimizers may not hold gradients of other losses, and may not share a parameter. Gradients
-        that are never averaged over ranks would need another factor.
+        At the step, all gradients of a window are multiplied once by the same factor. So the
+        optimizers may not have
+
+        - gradients of other losses,
+        - a parameter in common, whose gradient would be multiplied twice,
+        - parameters whose gradients are never averaged over ranks, which need another factor.
         """
-        # The parameters whose gradients are never averaged over ranks.
         unreduced_ids: set[int] = set()
         for contract in self._contracts:
-            steps_differ_by_rank = contract.gradients_may_differ and not contract.is_sharded
-            if steps_differ_by_rank:
+            # Sharded gradients differ between ranks, too, but are averaged over ranks.
+            steps_by_own_gradients = contract.gradients_may_differ and not contract.is_sharded
+            if steps_by_own_gradients:
                 self._refuse_loss(
-                    "with model_averaging_period each rank steps by its own gradients",
-                    "DDPStrategy() without it; or fabric.backward(loss / n)",
+                    problem="with model_averaging_period each rank steps by its own gradients",
+                    suggestion="DDPStrategy() without it; or fabric.backward(loss / n)",
                 )
             unreduced_ids.update(map(id, contract.unreduced()))
         parameter_ids: list[int] = []
@@ -459,9 +472,9 @@ class LossWeights:
         if has_shared or has_unreduced or any(map(has_gradients, optimizers)):
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             self._refuse_loss(
-                f"{names}: gradients of an earlier step, or of a loss without a weight; or shared "
-                "parameters",
-                f"{_CLEAR}; {_NAME_OPTIMIZERS}",
+                problem=f"{names}: gradients of an earlier step, or of a loss without a weight; or "
+                "shared parameters",
+                suggestion=f"{_CLEAR_GRADIENTS}; {_PASS_OPTIMIZERS_OF_LOSS}",
             )
 
     def _record_foreign_gradients(self, optimizer: Optimizer, window: _Window | None) -> None:
@@ -479,10 +492,11 @@ class LossWeights:
         state = self._states.get(optimizer)
         if state is not None and state.window not in (None, _Mark.FOREIGN):
             self._refuse_loss(
-                f"the loss reached parameters of {type(optimizer).__name__}, whose gradients are "
-                "of other weighted losses",
-                "pass x.detach() to the modules that hold these parameters, or call the step() of "
-                f"{type(optimizer).__name__} before this backward pass; {_NAME_OPTIMIZERS}",
+                problem=f"the loss reached parameters of {type(optimizer).__name__}, whose "
+                "gradients are of other weighted losses",
+                suggestion="pass x.detach() to the modules that hold these parameters, or call the "
+                f"step() of {type(optimizer).__name__} before this backward pass; "
+                f"{_PASS_OPTIMIZERS_OF_LOSS}",
             )
         # Gradients of a loss without a weight are never divided, so they need no record.
         has_weight = window is not None
@@ -524,7 +538,9 @@ class LossWeights:
         has_weighted_closure = had_weighted_gradients and has_closure(args, kwargs)
         # In both cases the backward pass is not over before the step. The error names both causes.
         if is_within_backward or has_weighted_closure:
-            self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
+            self._refuse_step(
+                optimizer, problem=_PASS_WITHIN_STEP, suggestion=_STEP_WITHOUT_CLOSURE
+            )
         self.divide_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -541,18 +557,20 @@ class LossWeights:
         # _before_step has replaced any earlier window by a mark.
         was_begun_within_step = window is not None and window is not _Mark.DIVIDED
         if was_begun_within_step:
-            self._refuse_step(optimizer, _CLOSURE, _NO_CLOSURE)
+            self._refuse_step(
+                optimizer, problem=_PASS_WITHIN_STEP, suggestion=_STEP_WITHOUT_CLOSURE
+            )
 
     # -- errors ---------------------------------------------------------------------------------
 
-    def _refuse_loss(self, problem: str, suggestion: str) -> NoReturn:
-        self._refuse("fabric.backward(loss, weight=...)", problem, suggestion)
+    def _refuse_loss(self, *, problem: str, suggestion: str) -> NoReturn:
+        self._refuse("fabric.backward(loss, weight=...)", problem=problem, suggestion=suggestion)
 
-    def _refuse_step(self, optimizer: Optimizer, problem: str, suggestion: str) -> NoReturn:
+    def _refuse_step(self, optimizer: Optimizer, *, problem: str, suggestion: str) -> NoReturn:
         request = f"a step of {type(optimizer).__name__} after weighted losses"
-        self._refuse(request, problem, suggestion)
+        self._refuse(request, problem=problem, suggestion=suggestion)
 
-    def _refuse(self, request: str, problem: str, suggestion: str) -> NoReturn:
+    def _refuse(self, request: str, *, problem: str, suggestion: str) -> NoReturn:
         raise UsageError(
             f"{request} on rank {self._rank}",
             problem,

@@ -112,8 +112,8 @@ class _LossSpikes:
         return None
 
 
-class _SamplesOfSteps:
-    """Finds the samples that this rank has received since the step before.
+class _SamplesOfStep:
+    """Finds the samples that this rank has received since the last optimizer step.
 
     Args:
         active_loops: the loops over loaders that are running.
@@ -122,31 +122,29 @@ class _SamplesOfSteps:
     def __init__(self, active_loops: Sequence[ActiveLoop]) -> None:
         self._active_loops = active_loops
         # The position of the loop in which the last step ended. None if it ended outside of loops.
-        # end_step() sets it.
-        self._last_position: EpochPosition | None = None
-        # The number of batches that this loop had received by the end of the last step.
-        self._batches_of_earlier_steps = 0
+        self._position_of_last_step: EpochPosition | None = None
+        # How many batches the user had received in that loop by the end of the last step.
+        self._num_batches_at_last_step = 0
 
     def epoch_and_samples(self) -> tuple[int | None, _Samples]:
-        """Return the epoch and the samples of the step. None stands for what is not known."""
+        """Return the epoch and the samples of this step. None stands for what is not known."""
         loop = self._latest_loop()
         if loop is None:
             return None, None
         first_batch = 0
-        # Each loop has a position object of its own. The same object means that the last step ended
-        # in this loop.
-        if loop.position is self._last_position:
-            first_batch = self._batches_of_earlier_steps
+        # Each loop has a position object of its own, so this loop is the one of the last step.
+        if loop.position is self._position_of_last_step:
+            first_batch = self._num_batches_at_last_step
         batches = range(first_batch, loop.position.received_batches)
         return loop.position.epoch, loop.spec.samples_of_batches(loop.position, batches)
 
     def end_step(self) -> None:
         """Count the batches that are received from now on as those of the next step."""
         loop = self._latest_loop()
-        self._last_position = None
+        self._position_of_last_step = None
         if loop is not None:
-            self._last_position = loop.position
-            self._batches_of_earlier_steps = loop.position.received_batches
+            self._position_of_last_step = loop.position
+            self._num_batches_at_last_step = loop.position.received_batches
 
     def _latest_loop(self) -> ActiveLoop | None:
         """Return the loop that has yielded a batch last, or None."""
@@ -204,7 +202,7 @@ class StepGuard:
         self._patience = patience
         self._log = None if log is None else Path(log)
         self._spikes = _LossSpikes(spike)
-        self._samples = _SamplesOfSteps(active_loops)
+        self._samples_of_step = _SamplesOfStep(active_loops)
         self._step = 0
         self._num_refused = 0
         # The refused steps since the last step that was taken.
@@ -224,15 +222,17 @@ class StepGuard:
                 optimizer.step()
                 scheduler.step()
 
-        A step is refused if the loss of any rank is infinite or NaN, or any gradient is; with
-        ``spike`` also if the mean loss of all ranks is too large. A refused step leaves parameters,
-        optimizers and the loss scale as they were, and sets the gradients of the model to None.
-        Under ``"16-mixed"`` a gradient that overflows alone is left to the loss scale, which skips
-        the step and is halved.
+        A step is refused in these cases:
 
-        Ranks exchange one small message. They exchange none if ``norm`` is finite and ``spike`` is
-        None: the norm is the same on all ranks, and the step is accepted whatever the loss is. The
-        answer waits for the device.
+        - A loss or a gradient of any rank is infinite or NaN, unless ``nonfinite`` is None. Under
+          ``"16-mixed"`` only the loss counts: after an overflow of gradients the loss scale skips
+          the step and is halved.
+        - The mean loss of all ranks is too large for ``spike``.
+
+        If ``norm`` is finite and ``spike`` is None, the step is accepted without a message between
+        the ranks, even if the loss is NaN. Otherwise ranks exchange one small message. A refused
+        step leaves parameters, optimizers and the loss scale as they were, and sets the gradients
+        of the model to None. The answer waits for the device.
 
         Args:
             loss: the loss of this rank, of one element.
@@ -251,7 +251,7 @@ class StepGuard:
             self._refused_in_a_row.clear()
         else:
             self._refuse(reason, loss, models)
-        self._samples.end_step()
+        self._samples_of_step.end_step()
         if len(self._refused_in_a_row) == self._patience:
             refused_steps = self._refused_in_a_row
             self._refused_in_a_row = []
@@ -285,10 +285,10 @@ class StepGuard:
         The arguments are those of :meth:`accepts`.
         """
         is_norm_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
-        losses_matter = self._spikes.is_enabled
-        if norm is not None and is_norm_same_on_ranks and not losses_matter and norm.isfinite():
+        compares_losses = self._spikes.is_enabled
+        if norm is not None and is_norm_same_on_ranks and not compares_losses and norm.isfinite():
             # All ranks have the same finite norm, so all of them accept the step without a message.
-            # A finite norm shows that the gradients are good, whatever the loss is.
+            # A finite norm shows that the gradients are good, even if the loss is not finite.
             return None
         loss_here = float(loss.detach())
         has_bad_loss = not math.isfinite(loss_here)
@@ -309,7 +309,7 @@ class StepGuard:
         if self._refuses_nonfinite and num_bad_gradients > 0 and self._scaler is None:
             return "a gradient is not finite"
         # A loss that is not finite, and was not refused above, has no mean to compare.
-        if not self._spikes.is_enabled or num_bad_losses > 0:
+        if not compares_losses or num_bad_losses > 0:
             return None
         return self._spikes.reason_to_refuse(total / self._communicator.size)
 
@@ -320,7 +320,7 @@ class StepGuard:
         if self._scaler is not None:
             # The gradients overflowed because of this loss, which a smaller scale would not mend.
             self._scaler.forget_overflow()
-        epoch, samples = self._samples.epoch_and_samples()
+        epoch, samples = self._samples_of_step.epoch_and_samples()
         report = _RankReport(
             loss=float(loss.detach()),
             epoch=epoch,
