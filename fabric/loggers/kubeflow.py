@@ -123,8 +123,10 @@ class KubeflowLogger:
     def _send(self, status: Mapping[str, Any]) -> None:
         """Send a status. Warn once if that fails."""
         try:
-            # The token is read for each request, since Kubernetes replaces it from time to time.
-            token = Path(os.environ["KUBEFLOW_TRAINER_SERVER_TOKEN"]).read_text(encoding="utf-8")
+            # The variable holds the path of a file with the token. The file is read for each
+            # request, since Kubernetes replaces the token from time to time.
+            token_path = Path(os.environ["KUBEFLOW_TRAINER_SERVER_TOKEN"])
+            token = token_path.read_text(encoding="utf-8")
             request = Request(
                 str(self._url),
                 data=json.dumps({"trainerStatus": status}).encode(),
