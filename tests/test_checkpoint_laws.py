@@ -141,7 +141,7 @@ class Folder(RuleBasedStateMachine):
         error = OSError(number, "planted")
         with (
             patch.object(file, "_verify_checksums", side_effect=error),
-            patch.object(save_load, "_PAUSES", (0.0, 0.0)),
+            patch.object(save_load, "_PAUSES_BETWEEN_ATTEMPTS", (0.0, 0.0)),
             pytest.raises(UnreadableCheckpointError),
         ):
             self.checkpoints.restore({"model": self.model})

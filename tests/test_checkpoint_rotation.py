@@ -484,7 +484,7 @@ def restore_while_reads_fail(
     with (
         patch.object(ShardedReader, "_map_file", read),
         patch.object(file, "_verify_checksums", read),
-        patch.object(save_load, "_PAUSES", (0.0, 0.0)),
+        patch.object(save_load, "_PAUSES_BETWEEN_ATTEMPTS", (0.0, 0.0)),
     ):
         text = outcome(lambda: checkpoints.restore({"model": restored_model}))
     values = [local_tensor(parameter) for parameter in restored_model.parameters()]

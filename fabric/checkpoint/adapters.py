@@ -80,5 +80,5 @@ def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[st
     if "default" not in adapters:
         problem = f"the model has the adapters {join_names(adapters)}"
         expected = 'one adapter, or one with the name "default"'
-        raise ConfigurationError(request, problem, expected)
+        raise ConfigurationError(request, problem, expected=expected)
     return adapter_names(user_module, state, "default")

@@ -106,7 +106,7 @@ def _check_is_file(request: str, target: Path) -> None:
 
     ``request`` is what the user asked for, for the error.
     """
-    # If ``target`` is a link, the link itself is replaced: atomic_write() has followed other links.
+    # ``target`` is a link only if atomic_write() does not follow links. The link is then replaced.
     if target.is_file() or target.is_symlink() or not target.exists():
         return
     kind = "device or a pipe"

@@ -63,7 +63,7 @@ _Best = tuple[str, Literal["min", "max"]] | None  # see Checkpoints
 _Metrics = dict[str, float]
 
 _LOCK = ".lock"  # the name of the lock file of a folder
-_TEXTS = ("latest", "best")  # the names of the text files
+_TEXT_FILES = ("latest", "best")  # the names of the text files
 _UNHEALTHY = "-unhealthy"
 _NAME = rf"(?P<checkpoint>\d{{8}}-step-\d+(?:{_UNHEALTHY})?)"
 # A checkpoint, its metrics, or a temporary file of one of these.
@@ -184,17 +184,17 @@ class Checkpoints:
         )
         content: _FolderContent = communicator.broadcast_object(content_on_first, 0)
         # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
-        self._metrics = content.metrics
+        self._metrics_by_checkpoint = content.metrics
         # By name of each unhealthy checkpoint, a clause about its bad tensor. The next unhealthy
         # save removes all earlier ones. A killed job may have left two.
         self._unhealthy = content.unhealthy
         # The checkpoints that the text files name now, and the checkpoints that they named before
         # their last change. All of them stay: another process may have read such a name and not
         # opened the checkpoint yet.
-        self._texts = content.texts
-        self._named_before: set[str] = set()
+        self._text_files = content.texts
+        self._named_before_last_change: set[str] = set()
         # The number of the last save. The name of each checkpoint begins with its number.
-        newest_name = max([*self._metrics, *self._unhealthy], default="0")
+        newest_name = max([*self._metrics_by_checkpoint, *self._unhealthy], default="0")
         number_text, _, _ = newest_name.partition("-")
         self._number = int(number_text)
         # Update the text files: a killed job may have left the names of older checkpoints.
@@ -288,13 +288,13 @@ class Checkpoints:
 
             def check() -> None:
                 """Raise unless a save is allowed now, and all ranks save the same step."""
-                coordinator.check()
+                coordinator.check_before_save()
                 self._check_same_on_ranks(request, step_here, step_on_first)
 
             # A coordinator for this save alone. It calls check() on each rank before it reads the
             # state.
             saving_coordinator = replace(
-                coordinator, check=check, finds_bad_tensors=self._sets_unhealthy_apart
+                coordinator, check_before_save=check, finds_bad_tensors=self._sets_unhealthy_apart
             )
             self._number += 1
             name = f"{self._number:08}-step-{step_on_first.number}"
@@ -355,7 +355,7 @@ class Checkpoints:
             expected = (
                 f"a step of at least 0, and a number for {self._best_metric!r}; or no metrics"
             )
-            raise ConfigurationError(request, problem, expected)
+            raise ConfigurationError(request, problem, expected=expected)
         return _Step(number, values)
 
     def _warn_if_never_best(self, request: str, metrics: _Metrics) -> None:
@@ -413,7 +413,7 @@ class Checkpoints:
         self._rotate(communicator, metrics_files)
         with self._removed_next_unless_saved(name, communicator):
             yield
-        self._metrics[name] = metrics
+        self._metrics_by_checkpoint[name] = metrics
         self._rotate(communicator)
         values = {"step": _step_number(name), **metrics}
         # Collective in a job of Ray. Does nothing in other jobs.
@@ -461,24 +461,28 @@ class Checkpoints:
             metrics_files: the content of metrics files by name, which are written before anything
                 is removed. None, the default, writes no files.
         """
-        # self._metrics has the oldest checkpoint first. So of several checkpoints of the same step,
-        # the last one, which is the newest, stays in newest_by_step.
-        newest_by_step = {_step_number(name): name for name in self._metrics}
-        newest = [name for name in self._metrics if name in newest_by_step.values()]
+        # The oldest checkpoint comes first. So of several checkpoints of the same step, the last
+        # one, which is the newest, stays in newest_by_step.
+        newest_by_step = {_step_number(name): name for name in self._metrics_by_checkpoint}
+        newest = [name for name in self._metrics_by_checkpoint if name in newest_by_step.values()]
         undamaged = [name for name in newest if name not in self._skipped_names]
         texts = self._latest_and_best()
-        if texts != self._texts:
+        if texts != self._text_files:
             # The text files have named these checkpoints until now. They stay until the next save:
             # another process may have read a name, and not opened the checkpoint yet.
-            self._named_before = set(self._texts.values())
-            self._texts = texts
-        retained = {*undamaged[-self._keep :], *self._skipped_names, *self._named_before}
+            self._named_before_last_change = set(self._text_files.values())
+            self._text_files = texts
+        retained = {
+            *undamaged[-self._keep :],
+            *self._skipped_names,
+            *self._named_before_last_change,
+        }
         best_checkpoint = self._best_checkpoint()
         if best_checkpoint is not None:
             retained.add(best_checkpoint)
-        for name in list(self._metrics):
+        for name in list(self._metrics_by_checkpoint):
             if name not in retained:
-                del self._metrics[name]
+                del self._metrics_by_checkpoint[name]
                 self._stale_names.append(name)
         self._publish(communicator, metrics_files)
 
@@ -506,9 +510,9 @@ class Checkpoints:
     def _latest_and_best(self) -> dict[str, str]:
         """Return the names of the checkpoints ``latest`` and ``best``, if there are any."""
         names: dict[str, str] = {}
-        if self._metrics:
-            # The dict has the newest checkpoint last.
-            names["latest"] = next(reversed(self._metrics))
+        if self._metrics_by_checkpoint:
+            # The newest checkpoint comes last.
+            names["latest"] = next(reversed(self._metrics_by_checkpoint))
         best_checkpoint = self._best_checkpoint()
         if best_checkpoint is not None:
             names["best"] = best_checkpoint
@@ -521,7 +525,7 @@ class Checkpoints:
         """
         best_name = None
         best_score = -math.inf
-        for name, metrics in self._metrics.items():
+        for name, metrics in self._metrics_by_checkpoint.items():
             score = self._score(metrics)
             # A later checkpoint replaces the best one so far even if they are equal.
             if score is not None and score >= best_score:
@@ -574,7 +578,7 @@ class Checkpoints:
         if problems and self._communicator.rank == 0:
             warnings.warn(f"{name} is restored; {join_names(problems)}", stacklevel=2)
         # Move the entry to the end of the dict, where the newest checkpoint has to be.
-        self._metrics[name] = self._metrics.pop(name)
+        self._metrics_by_checkpoint[name] = self._metrics_by_checkpoint.pop(name)
         # The text file ``latest`` gets the name of the restored checkpoint.
         self._publish(self._communicator)
         return _step_number(name)
@@ -599,15 +603,15 @@ class Checkpoints:
         Raises:
             CheckpointError: no checkpoint is intact and healthy, or the newest one does not fit.
         """
-        for name in reversed(list(self._metrics)):
+        for name in reversed(list(self._metrics_by_checkpoint)):
             try:
                 coordinator.load(self._path / name, state)
             # A checkpoint is not found if it is a link to a disk that is not mounted, for example.
             except (CheckpointNotFoundError, DamagedCheckpointError) as error:
                 problems.append(f"{self._path / name} is passed over: {error.problem}")
                 self._skipped_names.add(name)
-                # A checkpoint without metrics is never the best one.
-                self._metrics[name] = {}
+                # Without its metrics, the checkpoint is never the best one.
+                self._metrics_by_checkpoint[name] = {}
             else:
                 self._skipped_names.discard(name)
                 problems.extend(self._problems_of_unhealthy(newer_than=name))
@@ -667,7 +671,7 @@ def _check_arguments(request: str, keep: int, best: _Best) -> None:
         expected = (
             "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
         )
-        raise ConfigurationError(request, problem, expected)
+        raise ConfigurationError(request, problem, expected=expected)
 
 
 def _metrics_as_json(metrics: _Metrics) -> str:
@@ -727,25 +731,25 @@ class _RunFolder:
         # Raises if another job has locked the folder.
         self._lock = _FolderLock(request, path, job_files)
         # The content of each text file by its name, such as "best": the name of a checkpoint.
-        self._texts: dict[str, str] = {}
+        self._text_files: dict[str, str] = {}
 
     def recover(self) -> _FolderContent:
         """Remove what killed jobs left, and return the checkpoints of the folder.
 
         A killed job leaves temporary files, and saves that were not committed.
         """
-        clear_temporaries(self._path, rf"(?:{'|'.join(_TEXTS)}|{_NAME}(?:\.json)?)")
+        clear_temporaries(self._path, rf"(?:{'|'.join(_TEXT_FILES)}|{_NAME}(?:\.json)?)")
         # Any file of a checkpoint gives its name: a killed job may have left only some of them.
         names: set[str] = set()
         for entry in self._path.iterdir():
             match = _FILE.fullmatch(entry.name)
             if match is not None:
                 names.add(match["checkpoint"])
-        for title in _TEXTS:
+        for title in _TEXT_FILES:
             path = self._path / title
             if path.is_file():
-                self._texts[title] = path.read_bytes().decode(errors="replace").strip()
-        content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._texts))
+                self._text_files[title] = path.read_bytes().decode(errors="replace").strip()
+        content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._text_files))
         # The order of the names is the order of the saves.
         for name in sorted(names):
             if not self._is_committed(name):
@@ -835,12 +839,12 @@ class _RunFolder:
         """
         changes: dict[str, str] = {}
         for title, name in texts.items():
-            if name != self._texts.get(title):
+            if name != self._text_files.get(title):
                 changes[title] = f"{name}\n"
         self.write(changes)
-        for title in self._texts.keys() - texts.keys():
+        for title in self._text_files.keys() - texts.keys():
             (self._path / title).unlink()
-        self._texts = dict(texts)
+        self._text_files = dict(texts)
         for name in stale_names:
             self._remove(name)
 

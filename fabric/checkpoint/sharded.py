@@ -355,6 +355,7 @@ def _write_data_files(
     Returns:
         The written files by name.
     """
+    # The names that only rank 0 or only this rank has.
     names_of_one_rank = plan.stored_names.keys() ^ tensors.keys()
     if names_of_one_rank:
         names = join_names(sorted(names_of_one_rank))

@@ -177,7 +177,7 @@ def _check_path(text: str, match: re.Match[str]) -> None:
         problem = "it has one slash behind its scheme, which is all that pathlib leaves of two"
     if problem is not None:
         expected = "'folder/name', or 's3://bucket/name' in a str"
-        raise ConfigurationError(f"a checkpoint at {text!r}", problem, expected)
+        raise ConfigurationError(f"a checkpoint at {text!r}", problem, expected=expected)
 
 
 def _remote_path(url: str) -> RemotePath:

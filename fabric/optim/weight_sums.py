@@ -60,7 +60,8 @@ class WeightSums:
         # Whether the last sum was valid: True, or a tensor on the CPU without dimensions. On CUDA,
         # the tensor can be read once the event below has been reached.
         self._is_valid: Tensor | bool = True
-        # Recorded behind the copy of _is_valid from the device to the CPU.
+        # Recorded behind the copy of _is_valid from the device to the CPU. An event of torch.cpu
+        # does nothing.
         device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
         self._validity_copy_event = device_module.Event()
 
