@@ -144,7 +144,7 @@ def test_a_report_by_signal_says_when_the_ranks_were_seen_at_different_steps():
         2: state("it has not started"),
     }
     report = compose_report(states, requester=0, reason="a report was requested by a signal")
-    assert "the ranks were seen at different steps, 12 to 14: " in report
+    assert "the ranks were seen at different steps: " in report
     # A rank that waits is seen with ranks that wait as well.
     assert "different steps" not in compose_report(states, requester=0)
     states[1] = state("in backward", 3, step=12)
@@ -339,7 +339,8 @@ def test_a_rank_that_makes_no_call_is_named_with_its_stack_once(capfd):
     assert " in _run_in_rank" not in barrier
     assert "in backward at tests/test_watchdog.py" in backward
     assert "rank 0: in backward at " in backward
-    assert ", step 3" in backward
+    assert "rank 0: in backward at tests/test_watchdog.py" in backward
+    assert ", after optimizer step 2" in backward
     assert "its latest phase was forward of Linear" in backward
     waited = re.search(r"rank 0 of 2 has waited ([0-9.]+) s in recv at ", message)
     assert float(waited[1]) >= 0.3
@@ -517,7 +518,7 @@ def test_a_single_process_is_not_watched():
 
 
 COMPILES = r"torch\.compile is at work"
-IS_IN_A_STEP = r"rank 1: in no collective at [^(]*, step"
+IS_IN_A_STEP = r"rank 1: in no collective at [^(]*, before optimizer step 1"
 SAVES = r"rank 0: in save: "
 
 

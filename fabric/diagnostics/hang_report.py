@@ -196,8 +196,8 @@ def _describe_steps(states: Mapping[int, RankState]) -> list[str]:
     if len(steps) < 2:
         return []
     return [
-        f"the ranks were seen at different steps, {min(steps)} to {max(steps)}: they answer one "
-        "after the other, and a rank that runs makes steps in between"
+        "the ranks were seen at different steps: they answer one after the other, and a rank that "
+        "runs makes steps in between"
     ]
 
 

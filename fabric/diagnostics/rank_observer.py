@@ -10,7 +10,7 @@ from time import monotonic
 from fabric._torch import awaited_worker, is_compiling
 from fabric.diagnostics.call_site import user_line
 from fabric.diagnostics.rank_state import COMPILES, RankState
-from fabric.diagnostics.recorder import Entry, FlightRecorder
+from fabric.diagnostics.recorder import STEP, Entry, FlightRecorder
 from fabric.diagnostics.stacks import Stacks
 
 __all__ = ["RankObserver"]
@@ -100,7 +100,7 @@ class RankObserver:
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self._size:
             members = tuple(latest.members)
-        history = f", step {recorder.step}"
+        history = f", {self._describe_step()}"
         if call is None:
             history += self._describe_latest()
         stack = self.stacks.dump()
@@ -209,6 +209,15 @@ class RankObserver:
         if is_compiling():
             text += f" ({COMPILES})"
         return text
+
+    def _describe_step(self) -> str:
+        """Return the optimizer step in which this rank is, or its latest one, as text."""
+        step = self._recorder.step
+        if self._recorder.phase == STEP:
+            return f"in optimizer step {step}"
+        if step == 1:
+            return "before optimizer step 1"
+        return f"after optimizer step {step - 1}"
 
     def _describe_latest(self) -> str:
         """Return what this rank, which is not in a collective, did last, as the end of a sentence.
