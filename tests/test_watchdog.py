@@ -115,6 +115,43 @@ def test_a_stack_has_the_callers_of_should_stop_but_not_those_of_the_rank():
     assert stacks._frames_of_thread(dump.encode(), 1) == "\n".join(frames)
 
 
+def test_a_report_folds_the_frames_of_fabric_and_torch_of_the_missing_rank():
+    user_frame = 'File "train.py", line 3 in main'
+    frames = [TORCH_FRAME, *[f'File "{fabric.__file__}", line 1 in run'] * 3, user_frame]
+    states = {0: state("in all_reduce", 3), 1: state(stack="\n".join(frames))}
+    report = compose_report(states, requester=0)
+    expected = [TORCH_FRAME, "... 3 frames of fabric and torch", user_frame]
+    assert "\n      ".join(expected) in report
+
+
+def test_a_report_that_ends_the_job_begins_with_the_proof_whichever_rank_requests_it():
+    states = {rank: state("in backward at t.py:2", 3, awaited=()) for rank in range(4)}
+    states[3] = state("in all_reduce at t.py:1", 0, awaited=())
+    proof = describe_deadlock(states, range(4))
+    for requester in range(4):
+        report = compose_report(states, requester, deadlocked=range(4))
+        assert report.startswith(f"fabric: {proof}\n  rank {requester} of 4 has waited ")
+        # The rank that has not reached the call need not be the one that has to make it.
+        assert "reached by" not in report
+
+
+def test_a_report_by_signal_names_the_call_that_the_ranks_have_not_reached():
+    states = {
+        0: state("in barrier('a') at t.py:1", 3, seconds_waited=4),
+        1: state("in no collective at t.py:2", inside=False),
+    }
+    report = compose_report(states, requester=1, reason="a report was requested by a signal")
+    first_lines = report.splitlines()[:3]
+    assert first_lines[0] == "fabric: a report was requested by a signal"
+    assert first_lines[1] == "  rank 0 of 2 has waited 4 s in barrier('a') at t.py:1"
+    assert first_lines[2] == "  reached by: rank 0"
+    # No rank is in a call: rank 0 has made one call more.
+    history = ", before optimizer step 1; its latest collective was barrier at t.py:1"
+    states[0] = state("in no collective at t.py:2", 3, inside=False, history=history)
+    report = compose_report(states, requester=1, reason="a report was requested by a signal")
+    assert f"\n  rank 0 of 2: in no collective at t.py:2{history}\n  reached by: rank 0" in report
+
+
 def test_a_report_of_a_group_is_about_its_members():
     states = {rank: state("in all_reduce", members=(1, 2)) for rank in range(4)}
     states[2] = state("in all_reduce", 3, members=(1, 2))
@@ -127,7 +164,7 @@ def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
         1: state("in forward", 3, stack="stack 1"),
     }
     report = compose_report(states, requester=1)
-    assert "every rank has reached it" in report
+    assert "every rank has reached this call" in report
     assert "stack 0" in report
     assert "stack 1" in report
 
@@ -169,13 +206,13 @@ def test_ranks_in_different_calls_are_told_apart_by_the_names_of_the_calls():
     report = compose_report(states, requester=0)
     assert "in its place, barrier('end') was called by rank 1\n" in report
     assert "ranks 0, 1, 2 have to make the same calls in the same order" in report
-    assert "every rank has reached it" not in report
+    assert "every rank has reached this call" not in report
 
 
 def test_a_rank_that_has_left_the_call_in_which_another_one_waits_is_named():
     states = {0: state("in backward", 3), 1: state("in no collective", 3, inside=False)}
     report = compose_report(states, requester=0)
-    assert "every rank has reached it, and rank 1 went on" in report
+    assert "every rank has reached this call, and rank 1 went on" in report
 
 
 WAITS_FOR_ALL = state("in barrier", 3, call="barrier", awaited=())
@@ -404,7 +441,10 @@ def test_a_report_that_proves_a_deadlock_ends_the_job(strategy, trains, phase, c
     assert verdict in text
     assert "in pass_before_a_barrier" in text
     assert "_run_payload" not in text
-    assert printed.count(verdict) == 1
+    # The traceback ends at the user's line.
+    assert f"{os.sep}communicators{os.sep}" not in text
+    assert printed.count(f"fabric: {verdict}") == 1
+    assert "not reached by" not in printed
     assert f"rank 0: in {phase} at " in printed
     assert "rank 1: in barrier('end') at " in printed
 
@@ -555,8 +595,8 @@ def test_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(ca
     assert compiling not in printed
     assert in_a_step in printed
     assert saving in printed
-    assert "rank 1 may still make it: a line below that makes no progress is the" in in_a_step
-    assert "otherwise ranks 0, 1 have to make it, outside of any branch on the rank" in in_a_step
+    assert "rank 1 may still make this call: a line below that makes no" in in_a_step
+    assert "otherwise ranks 0, 1 have to make this call, outside of any branch" in in_a_step
     assert " s in save: " in saving
 
 

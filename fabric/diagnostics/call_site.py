@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "is_user_code", "user_call", "user_frames", "user_line"]
+__all__ = ["CallSite", "fold_frames", "is_user_code", "user_call", "user_frames", "user_line"]
 
 # Frames in these files are not user code: fabric, torch, and context managers around a call.
 _FABRIC = str(Path(__file__).parents[1]) + os.sep
@@ -113,3 +113,28 @@ def user_frames(stack: str) -> str:
         if frame is None or _is_user_file(frame["file"]):
             lines.append(line)
     return "\n".join(lines)
+
+
+def fold_frames(stack: str) -> str:
+    """Return the lines of a stack with one line for consecutive frames of fabric and torch.
+
+    The innermost frame stays: it shows in which call of torch or fabric the thread is.
+
+    Args:
+        stack: the stack as faulthandler writes it, innermost frame first, one frame on each line.
+    """
+    lines: list[str] = []
+    folded_count = 0  # of the frames that the next line of the result stands for
+    # The empty line marks the end. It is not a frame.
+    for line in [*stack.splitlines(), ""]:
+        frame = _FRAME_OF_STACK.match(line)
+        is_internal = frame is not None and frame["file"].startswith(_INTERNAL_PATHS)
+        if is_internal and lines:
+            folded_count += 1
+            continue
+        if folded_count > 0:
+            noun = "frame" if folded_count == 1 else "frames"
+            lines.append(f"... {folded_count} {noun} of fabric and torch")
+            folded_count = 0
+        lines.append(line)
+    return "\n".join(lines[:-1])

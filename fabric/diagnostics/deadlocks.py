@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
 from fabric.diagnostics.recorder import ranks_in_words
 
-__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock", "odd_ranks", "verdict"]
+__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock", "odd_ranks"]
 
 CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the proof in a report
 
@@ -76,7 +76,7 @@ def _absent_ranks(
 
 
 def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[int]) -> str:
-    """Return the text at the end of a hang report that says why ranks can never go on.
+    """Return the text at the beginning of a hang report that says why ranks can never go on.
 
     Args:
         states: the states of all ranks, by rank.
@@ -99,11 +99,6 @@ def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[in
             words = f"the odd one is {words}"
         lines.append(f"{words}: {activity}")
     return "\n  ".join(lines)
-
-
-def verdict(report: str) -> str:
-    """Return the text of :func:`describe_deadlock` from the end of a report that has it."""
-    return report[report.index(CANNOT_GO_ON) :].strip()
 
 
 def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:

@@ -1,8 +1,9 @@
 """The text of a hang report: which rank waits, for which ranks, and what every rank is doing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from fabric.diagnostics.call_site import user_frames
+from fabric.diagnostics.call_site import fold_frames, user_frames
+from fabric.diagnostics.deadlocks import describe_deadlock
 from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
 from fabric.diagnostics.recorder import HEADING, ranks_in_words
 from fabric.tested_versions import untested_torch
@@ -14,7 +15,12 @@ MAX_LISTED_RANKS = 16
 _MAX_STACKS = 4
 
 
-def compose_report(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
+def compose_report(
+    states: Mapping[int, RankState],
+    requester: int,
+    reason: str = "",
+    deadlocked: Collection[int] = (),
+) -> str:
     """Compose the text of a report from the states of all ranks.
 
     The report is about the wait of one rank. This is the rank that requested the report. If the
@@ -23,8 +29,10 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
     Args:
         states: the states of all ranks, by rank.
         requester: the rank that requested the report.
-        reason: the first line of a report that the user requested. Empty, the default, means that
-            the requester waits.
+        reason: why there is a report, if the user requested it. Empty, the default, means that the
+            requester waits.
+        deadlocked: the ranks that can never go on, if the report ends the job. The report then
+            begins with the proof, so that all reports on one mistake begin alike.
 
     Returns:
         The text. Empty if the requester does not wait after all: it is not in a collective or
@@ -38,18 +46,21 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
     # A state without members stands for all ranks.
     members = waiting.members or tuple(states)
     missing = missing_ranks(states, waiting, members)
-    first_line = reason
-    max_stacks = len(states)
-    if not is_requested_by_user:
-        if not waiting.is_inside and not missing:
-            return ""
-        seconds = f"{round(waiting.seconds_waited, 1):g} s"
-        waiter = f"rank {waiting_rank} of {len(states)}"
-        # "waits for a value at train.py:1" becomes "has waited 60 s for a value at train.py:1".
-        first_line = f"{waiter} has waited {seconds} {waiting.activity.removeprefix('waits ')}"
-        max_stacks = _MAX_STACKS
-    lines = [f"fabric: {first_line}"]
-    lines += _describe_call(states, waiting, members, missing)
+    is_waiting = waiting.is_inside or bool(missing)
+    if not is_requested_by_user and not is_waiting:
+        return ""
+    lines: list[str] = []
+    if deadlocked:
+        lines.append(describe_deadlock(states, deadlocked))
+    max_stacks = _MAX_STACKS
+    if is_requested_by_user:
+        lines.append(reason)
+        max_stacks = len(states)
+    if is_waiting:
+        lines.append(_describe_wait(states, waiting_rank))
+    # The proof names the calls, and the mistake need not be in the call of the waiting rank.
+    if waiting_rank not in deadlocked:
+        lines += _describe_call(states, waiting, members, missing)
     if is_requested_by_user:
         lines += _describe_steps(states)
     note = untested_torch()
@@ -57,17 +68,41 @@ def compose_report(states: Mapping[int, RankState], requester: int, reason: str 
         lines.append(note)
     lines.append(HEADING)
     lines += _describe_ranks(states, waiting_rank, missing, max_stacks)
-    return "\n  ".join(lines)
+    text = "\n  ".join(lines)
+    return f"fabric: {text}"
+
+
+def _describe_wait(states: Mapping[int, RankState], waiting_rank: int) -> str:
+    """Return a line that says how long a rank has waited, and for which call.
+
+    Args:
+        states: the states of all ranks, by rank.
+        waiting_rank: the rank that waits.
+    """
+    state = states[waiting_rank]
+    rank = f"rank {waiting_rank} of {len(states)}"
+    if not state.is_inside and state.seconds_waited == 0:
+        # No rank waits, but this one is ahead of others. Its history ends with the latest call.
+        return f"{rank}: {state.activity}{state.history}"
+    seconds = f"{round(state.seconds_waited, 1):g} s"
+    # "waits for a value at train.py:1" becomes "has waited 60 s for a value at train.py:1".
+    text = f"{rank} has waited {seconds} {state.activity.removeprefix('waits ')}"
+    if not state.is_inside:
+        # With NCCL. The activity names no call, but the history ends with the latest call.
+        text += state.history
+    return text
 
 
 def _longest_waiting(states: Mapping[int, RankState]) -> int:
     """Return the rank that has waited longest.
 
     Ranks in a collective or phase come before all others, since only they wait for other ranks.
+    Ranks that have ended come last.
     """
 
-    def waiting_time(rank: int) -> tuple[bool, float]:
-        return states[rank].is_inside, states[rank].seconds_waited
+    def waiting_time(rank: int) -> tuple[bool, bool, float]:
+        state = states[rank]
+        return state.is_inside, not state.has_ended, state.seconds_waited
 
     return max(states, key=waiting_time)
 
@@ -138,10 +173,13 @@ def _describe_reached(
             ranks_that_left.append(rank)
     if ranks_that_left:
         return (
-            f"every rank has reached it, and {ranks_in_words(ranks_that_left)} went on: it is "
-            "slow, or the ranks have made different calls before"
+            f"every rank has reached this call, and {ranks_in_words(ranks_that_left)} went on: "
+            "the call is slow, or the ranks have made different calls before"
         )
-    return "every rank has reached it: it is slow, or the ranks wait for each other inside of it"
+    return (
+        "every rank has reached this call: it is slow, or the ranks wait for each other inside of "
+        "it"
+    )
 
 
 def _describe_missing(
@@ -170,16 +208,16 @@ def _describe_missing(
     # The advice below would be wrong for a message, which has two ranks, and for ended ranks.
     if is_message or not running:
         return lines
-    advice = f"{ranks_in_words(members)} have to make it, outside of any branch on the rank"
+    advice = f"{ranks_in_words(members)} have to make this call, outside of any branch on the rank"
     # A rank in no collective and no phase is in the user's own code, and may still make the call.
     in_user_code = [rank for rank in running if not states[rank].is_inside]
     if in_user_code:
         lines.append(
-            f"{ranks_in_words(in_user_code)} may still make it: a line below that makes no "
-            f"progress is the cause; otherwise {advice}"
+            f"{ranks_in_words(in_user_code)} may still make this call: a line below that makes "
+            f"no progress is the cause; otherwise {advice}"
         )
     else:
-        lines.append(f"it is collective: {advice}")
+        lines.append(advice)
     return lines
 
 
@@ -216,9 +254,10 @@ def _describe_ranks(
     Args:
         states: the states of all ranks, by rank.
         waiting_rank: the rank that waits.
-        missing: the ranks that it waits for. They get a full stack, and the other ranks only the
-            frames of the user's code. If no rank is missing, any rank may get a full stack.
-        max_stacks: how many ranks get a full stack.
+        missing: the ranks that it waits for. They get a stack with the innermost frame of fabric
+            or torch, and the other ranks only the frames of the user's code. If no rank is missing,
+            any rank may get the former.
+        max_stacks: how many ranks get a stack with that frame.
     """
 
     def priority(rank: int) -> tuple[bool, bool, int]:
@@ -233,7 +272,7 @@ def _describe_ranks(
         state = states[rank]
         stack = ""
         if rank in ranks_with_stack:
-            stack = state.stack
+            stack = fold_frames(state.stack)
         elif rank not in missing:
             # This rank has reached the call. The user's code that led to the call may be wrong.
             stack = user_frames(state.stack)

@@ -25,12 +25,11 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from fabric.diagnostics.call_site import is_user_code
 from fabric.diagnostics.deadlocks import (
     CANNOT_GO_ON,
     deadlocked_ranks,
-    describe_deadlock,
     odd_ranks,
-    verdict,
 )
 from fabric.diagnostics.hang_report import compose_report
 from fabric.diagnostics.published_states import read_states, reasons_of_ended_ranks
@@ -202,8 +201,7 @@ class HangReporter:
         if not report:
             return f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
         if self._is_printed(report):
-            first_lines = report.partition(HEADING)[0]
-            return f"{first_lines}{HEADING} in the report that was printed, as a rule by rank 0"
+            return _shorten(report)
         return report
 
     def _is_printed(self, report: str) -> bool:
@@ -233,9 +231,7 @@ class HangReporter:
         report = self._report or ""
         # After a deadlock, a rank has ended on purpose. The report says why.
         if CANNOT_GO_ON in report:
-            first_lines = report.partition(HEADING)[0]
-            heading = f"{first_lines}{HEADING} in the report that was printed"
-            lines = [heading, f"  {verdict(report)}"]
+            return _shorten(report)
         return "\n".join(lines)
 
     def _watch(self) -> None:
@@ -322,7 +318,8 @@ class HangReporter:
         activity = self._observer.activity()
         error = CollectiveMismatchError(
             f"rank {self.store.rank} of {self.store.size}, {activity}",
-            problem=f"{verdict(report)}\n  where each rank is, was printed above",
+            # Without "fabric: ", with which the text of a report begins.
+            problem=_shorten(report).removeprefix("fabric: "),
             expected="the same calls in the same order on every rank",
             suggestion="no branch on the rank around a collective, a forward or a backward pass, "
             "nor a loop whose length depends on the rank; to find the first call that differs, run "
@@ -345,9 +342,12 @@ class HangReporter:
     def _main_traceback(self) -> TracebackType | None:
         """Return the present stack of the thread that makes the calls, as a traceback.
 
-        The frames of the launcher, which are outside of the user's code, are left out.
+        The traceback ends at the user's line, which the error is about. The frames of the launcher,
+        which are outside of the user's code, are left out, too.
         """
         frame: FrameType | None = sys._current_frames().get(self.recorder.thread)
+        while frame is not None and not is_user_code(frame):
+            frame = frame.f_back
         stack: TracebackType | None = None
         while frame is not None and frame.f_code.co_filename != launched_rank.__file__:
             stack = TracebackType(stack, frame, frame.f_lasti, frame.f_lineno)
@@ -428,7 +428,8 @@ class HangReporter:
         is_printed = text != "" and self._is_printed(text)
         # Without a watchdog, only the timeout of a collective ends the job.
         if is_printed:
-            text = self._choose_rank_to_end(states, text)
+            deadlocked = self._choose_rank_to_end(states)
+            text = compose_report(states, requester, reason, deadlocked)
         self.store.set(f"report/{number}", text)
         is_shown_to_user = text != "" and user_request != ""
         if is_printed or is_shown_to_user:
@@ -437,30 +438,27 @@ class HangReporter:
                 # The output of this process may go to a file, as under `fabric run --log-dir`.
                 self._control.send("report", text)
 
-    def _choose_rank_to_end(self, states: Mapping[int, RankState], text: str) -> str:
+    def _choose_rank_to_end(self, states: Mapping[int, RankState]) -> set[int]:
         """Choose a rank that ends its process, if the states of the ranks prove a deadlock.
 
         The chosen rank finds its number in the store when it reads the report.
 
         Args:
             states: the states of all ranks, by rank.
-            text: the report.
 
         Returns:
-            The report. After a deadlock, its last lines prove that the job cannot go on.
+            The ranks that can never go on. Empty if no rank ends its process.
         """
         deadlocked = deadlocked_ranks(states)
-        if not deadlocked:
-            return text
         # A rank that has waited less than this does not read the report; see _publish_state().
         readers = [rank for rank in deadlocked if states[rank].seconds_waited > self._threshold / 2]
         if not readers:
-            return text
+            return set()
         # Prefer a rank in the call that fewest ranks make: its traceback shows the mistake.
         odd_readers = set(readers).intersection(odd_ranks(states, deadlocked))
         ending_rank = max(odd_readers or readers, key=lambda rank: states[rank].seconds_waited)
         self.store.set(f"end/{self._latest_number}", str(ending_rank))
-        return f"{text}\n  {describe_deadlock(states, deadlocked)}"
+        return deadlocked
 
     def _wait_for_states(self, number: int) -> bool:
         """Wait on rank 0 for the states of all ranks, on other ranks for the report of rank 0.
@@ -494,3 +492,12 @@ class HangReporter:
     def _is_any_set(self, keys: Sequence[str]) -> bool:
         """Return whether the store has a value for at least one of the keys."""
         return any(self.store.get_nowait(key) is not None for key in keys)
+
+
+def _shorten(report: str) -> str:
+    """Return a printed report without its description of each rank, for the error of a rank."""
+    first_lines = report.partition(HEADING)[0]
+    return (
+        f"{first_lines}{HEADING} in the report on standard error, as a rule that of rank 0; with "
+        "`fabric run --log-dir` on the terminal, and in the log of that rank"
+    )
