@@ -217,6 +217,17 @@ def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_named():
             assert f"rank {rank}: barrier(name='a') at " in error.problem
 
 
+def test_the_odd_one_of_ranks_that_wait_for_each_other_is_named_with_the_calls_of_all_ranks():
+    job = Barrier((0, 1, 2, 3), "all")
+    schedules = [[job], [Barrier((1, 2), "pair")], [job], [job]]
+    for error in errors_of_ranks(schedules):
+        assert error is not None
+        lines = error.problem.splitlines()
+        assert lines[0] == "ranks wait for each other in different calls:"
+        assert lines[1].startswith("    the odd one is rank 1: barrier(name='pair') at ")
+        assert lines[2].startswith("    ranks 0, 2, 3: barrier(name='all') at ")
+
+
 def test_a_rank_that_only_computes_is_named_at_the_timeout():
     store = dist.HashStore()
     timeout = timedelta(seconds=0.2)

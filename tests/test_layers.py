@@ -29,9 +29,9 @@ LAYERS = [
     ["communicators", "launchers"],
     [
         "diagnostics.recorder",
-        "diagnostics.checker",
         "diagnostics.rank_state",
         "diagnostics.deadlocks",
+        "diagnostics.checker",
         "diagnostics.hang_report",
         "diagnostics.published_states",
         "diagnostics.rank_observer",
@@ -75,7 +75,7 @@ ORDER = {
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate join"
     ),
     "diagnostics": (
-        "digest call_site stacks recorder checker pass_checks rank_state deadlocks hang_report published_states "
+        "digest call_site stacks recorder rank_state deadlocks checker pass_checks hang_report published_states "
         "rank_observer hang_reporter drift replicas bypass batch_counts step_comparison "
         "uneven_inputs clipping_check training_checks equal_draws loss_reduction loss_checks "
         "hand_steps"

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from fabric.communicators import Collective, Operation
 from fabric.communicators.base import CallDescription
 from fabric.diagnostics.call_site import user_call
+from fabric.diagnostics.deadlocks import describe_ranks_by_call, ranks_of_odd_call
 from fabric.diagnostics.recorder import Entry, ranks_in_words
 from fabric.diagnostics.stacks import exit_reason, has_ended, node
 from fabric.errors import CollectiveMismatchError
@@ -40,7 +41,7 @@ __all__ = ["Call", "CollectiveChecker", "difference"]
 _MIN_PAUSE = 0.00005  # between two reads of the records
 _MAX_PAUSE = 0.005
 _SEARCH_INTERVAL = 0.05  # between two searches for the reason of a long wait
-_ANSWER_TIMEOUT = 0.3  # for other ranks to make their call and publish its arguments
+_ANSWER_TIMEOUT = 0.3  # for other ranks to make their call, publish its arguments, or raise first
 
 # Longer arguments are shortened in a record to this many characters, the prefix and a digest.
 _MAX_RECORDED_CHARACTERS = 120
@@ -451,17 +452,60 @@ class CollectiveChecker:
         second_records = self._read(cycle)
         is_unchanged = all(second_records[rank].started == records[rank].started for rank in cycle)
         if is_unchanged:
-            lines = {}
-            for rank, next_rank in pairwise(cycle):
-                lines[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
+            calls = self._describe_cycle(cycle)
             self._raise_and_close(
                 call,
-                problem=f"ranks wait for each other in different calls:{_table(lines)}",
+                problem=f"ranks wait for each other in different calls:{calls}",
                 expected="calls of several groups, messages, and phases such as a backward pass, "
                 "in one order on all ranks",
                 suggestion="no branch on the rank around any of them; of two ranks, one sends "
                 "while the other receives",
             )
+
+    def _describe_cycle(self, cycle: Sequence[int]) -> str:
+        """Return the calls of ranks that wait for each other, as the lines of an error.
+
+        If there is an odd call, see :func:`ranks_of_odd_call`, the lines have the calls of all
+        waiting ranks, and name the odd rank. Otherwise, they have the calls of the cycle.
+
+        The other ranks give the odd rank time to raise first. The launcher shows the first error,
+        and the mistake is probably on the odd rank.
+
+        Args:
+            cycle: the ranks of the cycle, each of which waits for the next one. The first rank is
+                also the last one.
+        """
+        ranks_by_call = self._ranks_by_call_when_all_wait()
+        odd_ranks = ranks_of_odd_call(ranks_by_call)
+        if odd_ranks:
+            if self._rank not in odd_ranks:
+                sleep(_ANSWER_TIMEOUT)
+            lines = [f"\n    {line}" for line in describe_ranks_by_call(ranks_by_call)]
+            return "".join(lines)
+        records = self._read(cycle)
+        calls: dict[int, str] = {}
+        for rank, next_rank in pairwise(cycle):
+            calls[rank] = f"{records[rank].calls[0]}, waits for rank {next_rank}"
+        return _table(calls)
+
+    def _ranks_by_call_when_all_wait(self) -> dict[str, list[int]]:
+        """Return the ranks in each call that waits, once all ranks wait.
+
+        Other ranks may still be on their way to their call. After ``_ANSWER_TIMEOUT`` seconds, only
+        the ranks that wait are returned.
+        """
+        deadline = monotonic() + _ANSWER_TIMEOUT
+        while True:
+            records = self._read(range(self._size))
+            ranks_by_call: dict[str, list[int]] = {}
+            waiting_count = 0
+            for rank, record in records.items():
+                if _awaited_ranks(rank, records):
+                    ranks_by_call.setdefault(str(record.calls[0]), []).append(rank)
+                    waiting_count += 1
+            if waiting_count == self._size or monotonic() > deadline:
+                return ranks_by_call
+            sleep(_MAX_PAUSE)
 
     def _waiting_ranks(self, records: Mapping[int, _Record]) -> dict[int, list[int]]:
         """Return the graph of ranks that wait, as far as it can be reached from this rank.

@@ -15,7 +15,14 @@ from collections.abc import Collection, Mapping
 from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
 from fabric.diagnostics.recorder import ranks_in_words
 
-__all__ = ["CANNOT_GO_ON", "deadlocked_ranks", "describe_deadlock", "odd_ranks"]
+__all__ = [
+    "CANNOT_GO_ON",
+    "deadlocked_ranks",
+    "describe_deadlock",
+    "describe_ranks_by_call",
+    "odd_ranks",
+    "ranks_of_odd_call",
+]
 
 CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the proof in a report
 
@@ -90,27 +97,45 @@ def describe_deadlock(states: Mapping[int, RankState], deadlocked: Collection[in
     if ended:
         return f"{CANNOT_GO_ON} {waiting} cannot go on after the end of {ranks_in_words(ended)}"
     lines = [f"{CANNOT_GO_ON} {waiting} wait for each other, in different calls"]
-    ranks_by_call = _ranks_by_call(states, deadlocked)
-    odd = odd_ranks(states, deadlocked)
-    # The call of most ranks comes last.
-    for activity, ranks in sorted(ranks_by_call.items(), key=lambda item: len(item[1])):
-        words = ranks_in_words(ranks)
-        if ranks == odd:
-            words = f"the odd one is {words}"
-        lines.append(f"{words}: {activity}")
+    lines += describe_ranks_by_call(_ranks_by_call(states, deadlocked))
     return "\n  ".join(lines)
 
 
-def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:
-    """Return the ranks that wait in a call in which fewer ranks wait than in every other call.
+def describe_ranks_by_call(ranks_by_call: Mapping[str, list[int]]) -> list[str]:
+    """Return a line for each call in which ranks wait. The call of most ranks comes last.
 
-    The list is empty if there is no such call, as with two ranks in two calls.
+    Args:
+        ranks_by_call: the ranks in each call, by the text of the call.
+    """
+    odd = ranks_of_odd_call(ranks_by_call)
+    lines = []
+    for call, ranks in sorted(ranks_by_call.items(), key=lambda item: len(item[1])):
+        words = ranks_in_words(ranks)
+        if ranks == odd:
+            words = f"the odd one is {words}"
+        lines.append(f"{words}: {call}")
+    return lines
+
+
+def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:
+    """Return the deadlocked ranks in the odd call. See :func:`ranks_of_odd_call`.
 
     Args:
         states: the states of all ranks, by rank.
         deadlocked: the ranks that :func:`deadlocked_ranks` has found.
     """
-    groups = sorted(_ranks_by_call(states, deadlocked).values(), key=len)
+    return ranks_of_odd_call(_ranks_by_call(states, deadlocked))
+
+
+def ranks_of_odd_call(ranks_by_call: Mapping[str, list[int]]) -> list[int]:
+    """Return the ranks that wait in a call in which fewer ranks wait than in every other call.
+
+    The list is empty if there is no such call, as with two ranks in two calls.
+
+    Args:
+        ranks_by_call: the ranks in each call, by the text of the call.
+    """
+    groups = sorted(ranks_by_call.values(), key=len)
     has_smallest_group = len(groups) > 1 and len(groups[0]) < len(groups[1])
     if not has_smallest_group:
         return []
