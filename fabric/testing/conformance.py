@@ -116,8 +116,8 @@ def assert_equivalent(
     if len(runs) < 2:
         raise ConfigurationError(
             f"assert_equivalent(...) under {list(strategies)} on {list(world_sizes)} ranks",
-            f"there is {len(runs)} run, and a comparison needs two; strategies of a single process "
-            "run on one rank only",
+            problem=f"there is {len(runs)} run, and a comparison needs two; strategies of a single "
+            "process run on one rank only",
         )
     # The result of each rank, by the title of the run.
     results: dict[str, list[Any]] = {}

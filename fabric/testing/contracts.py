@@ -298,7 +298,7 @@ def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
     if not launcher.runs_function:
         raise ConfigurationError(
             f"check_launcher({type(launcher).__name__})",
-            "it runs a script again, and the suite launches functions",
+            problem="it runs a script again, and the suite launches functions",
         )
     checks = (_check_results, _check_processes, _check_failing_rank, _check_connected_ranks)
     for check in checks:

@@ -27,7 +27,7 @@ class CallTimes:
 
     def __init__(self) -> None:
         self._slowest_pass: dict[_FunctionKey, float] = {}  # seconds
-        self._has_hung: set[_FunctionKey] = set()
+        self._hung_functions: set[_FunctionKey] = set()
 
     def idle_timeout(self, fn: Callable[..., Any], timeout: float) -> float:
         """Return after how many seconds a call counts as hanging if its ranks are idle.
@@ -37,7 +37,7 @@ class CallTimes:
             timeout: the timeout of the call, which is returned if the function has never hung.
         """
         key = _key_of(fn)
-        if key not in self._has_hung:
+        if key not in self._hung_functions:
             return timeout
         idle_timeout = _IDLE_TIMEOUT_FACTOR * self._slowest_pass.get(key, 0.0)
         return min(timeout, max(idle_timeout, _SHORTEST_IDLE_TIMEOUT))
@@ -49,7 +49,7 @@ class CallTimes:
 
     def record_hang(self, fn: Callable[..., Any]) -> None:
         """Record that a call did not return in time."""
-        self._has_hung.add(_key_of(fn))
+        self._hung_functions.add(_key_of(fn))
 
 
 class _FunctionKey(NamedTuple):

@@ -571,6 +571,7 @@ def _run_collectives(fabric: "Fabric", rank: int, size: int) -> dict[str, _Outco
     exchanged = fabric.all_to_all(torch.full_like(row, rank)).tolist()
     # Rank 0 sends zeros, which replace the numbers of the other ranks.
     broadcast = fabric.broadcast(row * rank).tolist()
+    ranks_on_destination = ranks if rank == 0 else None
     return {
         "all_reduce": _Outcome(sums, [sum(ranks)]),
         "all_gather": _Outcome(gathered, ranks),
@@ -578,5 +579,5 @@ def _run_collectives(fabric: "Fabric", rank: int, size: int) -> dict[str, _Outco
         "all_to_all": _Outcome(exchanged, ranks),
         "broadcast": _Outcome(broadcast, [0] * size),
         "scatter": _Outcome(fabric.scatter(ranks), rank),
-        "gather": _Outcome(fabric.gather(rank), ranks if rank == 0 else None),
+        "gather": _Outcome(fabric.gather(rank), ranks_on_destination),
     }

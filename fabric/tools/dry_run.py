@@ -493,7 +493,7 @@ class _Trace(DispatchMode):
         torch calls this method for every operator while the mode is entered.
         """
         kwargs = kwargs or {}
-        # Also for operators of DTensor, whose arguments still are parameters here.
+        # Operators of DTensor count, too, since their arguments still are parameters here.
         self._track_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):

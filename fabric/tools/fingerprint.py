@@ -468,7 +468,7 @@ class Fingerprint(SessionObserver):
         """Yield the batches, and record each of them."""
         while True:
             if self._is_recording():
-                # First, since loading the batch may draw random numbers.
+                # The start is recorded first, since loading the batch may draw random numbers.
                 self._record_start_once()
             batch = next(batches, _END_OF_BATCHES)
             if batch is _END_OF_BATCHES:

@@ -107,6 +107,7 @@ class _Run:
     @property
     def steps(self) -> list[int]:
         """The numbers of the steps that all ranks have recorded, in order."""
+        # The keys of `lines` are the numbers of the recorded steps.
         steps = set(self.ranks[0].lines)
         for record in self.ranks[1:]:
             steps &= set(record.lines)
@@ -197,8 +198,11 @@ class _Step:
 
     def num_micro_batches(self) -> int:
         """Return how many batches the first rank has read. 0 if the loader was not set up."""
+        # The field `call` counts the batches of a step from 0.
         calls = [key.call for key in self.ranks[0] if key.kind == "batch"]
-        return max(calls, default=-1) + 1
+        if not calls:
+            return 0
+        return max(calls) + 1
 
     def has_modules(self) -> bool:
         """Return whether the first rank has inputs or outputs of modules."""
@@ -496,7 +500,9 @@ class _Comparison:
                 self.compared_values[first.number, key.kind] += 1
                 norm_of_kind = first.norms[rank].get(key.kind, 0.0)
                 if not self._are_close(left, right, norm_of_kind):
-                    yield _Difference(first.number, position, rank, key, left, right)
+                    yield _Difference(
+                        first.number, position, rank=rank, key=key, first=left, second=right
+                    )
 
     def _differ_in_micro_batches(self, first: _Step, second: _Step) -> bool:
         """Return whether the runs split the same samples into other numbers of micro-batches.
@@ -515,6 +521,7 @@ class _Comparison:
         samples_key = _Key("batch", "samples of all ranks", 0)
         self.compared_values[step, samples_key.kind] += 1
         if step in self.other_sample_steps:
+            # The position -1 is before all values, which the samples explain.
             yield _Difference(
                 step, position=-1, rank=None, key=samples_key, first=None, second=None
             )
@@ -526,22 +533,30 @@ class _Comparison:
             # None where the run has no such value.
             left = first_entries.get(key)
             right = second_entries.get(key)
-            # A loss belongs to its rank, too, but values_of_ranks() combines the losses.
-            is_of_a_rank = key.kind != "loss" and not _is_synchronized(left, right)
-            if is_of_a_rank or key.kind in dependent_kinds:
+            # Values that are not synchronized belong to one rank. Losses do, too, but
+            # values_of_ranks() combines the losses of all ranks.
+            belongs_to_one_rank = key.kind != "loss" and not _is_synchronized(left, right)
+            if belongs_to_one_rank or key.kind in dependent_kinds:
                 continue
             if self._is_left_out(step, key, left, right):
                 continue
             self.compared_values[step, key.kind] += 1
             if left is None or right is None:
-                yield _Difference(step, position, None, key, left, right)
+                yield _Difference(step, position, rank=None, key=key, first=left, second=right)
                 continue
             norm_of_kind = first.norms[0][key.kind]
             pairs = _pair_values(first.values_of_ranks(key), second.values_of_ranks(key))
             for pair in pairs:
                 if not self._are_close(pair.first, pair.second, norm_of_kind):
                     # One rank is enough for the report of a value.
-                    yield _Difference(step, position, pair.rank, key, pair.first, pair.second)
+                    yield _Difference(
+                        step,
+                        position,
+                        rank=pair.rank,
+                        key=key,
+                        first=pair.first,
+                        second=pair.second,
+                    )
                     break
 
     def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
@@ -556,9 +571,9 @@ class _Comparison:
         if key.kind in _MODULE_KINDS and step in self.steps_without_modules:
             return True
         # A run that was killed within the step lacks values that it would have recorded.
-        is_behind_the_end_of_first = left is None and not self.first.has_finished(step)
-        is_behind_the_end_of_second = right is None and not self.second.has_finished(step)
-        if is_behind_the_end_of_first or is_behind_the_end_of_second:
+        first_ended_before = left is None and not self.first.has_finished(step)
+        second_ended_before = right is None and not self.second.has_finished(step)
+        if first_ended_before or second_ended_before:
             return True
         if self.close is None:
             return False
@@ -607,7 +622,7 @@ class _Comparison:
             # A tensor has infinite or undefined numbers, which have no distance.
             return first.digest.hash == second.digest.hash
         precision = max(_PRECISIONS.get(first.dtype, 0), _PRECISIONS.get(second.dtype, 0))
-        # Also in proportion to the norm of the kind, the tolerance is at most `close`.
+        # Rounding errors in proportion to the norm of the kind are allowed, too, up to `close`.
         rounding = min(self.close, _ROUNDINGS * precision) * norm_of_kind
         norm = max(first.digest.norm, second.digest.norm)
         return distance <= max(self.close * norm, rounding)
@@ -790,11 +805,13 @@ def _pair_values(first: Sequence[Entry], second: Sequence[Entry]) -> Iterator[_P
         first: a value on each rank of the first run, or a single value that belongs to all ranks.
         second: the same for the second run.
     """
+    belongs_to_all_ranks = len(second) == 1
     for rank, entry in enumerate(second):
-        belongs_to_all_ranks = len(second) == 1
-        yield _Pair(None if belongs_to_all_ranks else rank, first[0], entry)
+        rank_of_value = None if belongs_to_all_ranks else rank
+        yield _Pair(rank_of_value, first=first[0], second=entry)
+    # The loop above has compared the value of rank 0.
     for rank, entry in enumerate(first[1:], start=1):
-        yield _Pair(rank, entry, second[0])
+        yield _Pair(rank, first=entry, second=second[0])
 
 
 def _estimate_distance(first: Digest, second: Digest) -> float:

@@ -161,7 +161,7 @@ class Throughput:
         # At the end of the warm-up there is no window yet, and only the clock starts.
         if measured_steps > 0:
             rates = self._rates(now - self._window_start)
-        # Without loggers, log_dict() would warn. The caller may only use the result.
+        # Without loggers, log_dict() would warn, although the caller may only want the result.
         if rates and self._fabric.loggers:
             if step is None:
                 step = self._steps
@@ -211,8 +211,8 @@ class Throughput:
         # Ranks that share a batch, as in tensor parallelism, have all counted its samples. So the
         # sum of samples is divided by the number of ranks per batch. Tokens count only once, since
         # each rank counts the tokens of its part.
-        batch_count = self._fabric.strategy._data_parallel_communicator().size
-        samples = sums.samples * (batch_count / sums.ranks)
+        different_batches = self._fabric.strategy._data_parallel_communicator().size
+        samples = sums.samples * (different_batches / sums.ranks)
         flops_of_one_process = sums.flops / sums.ranks / seconds
         mfu = 0.0
         if self._peak_flops:

@@ -673,8 +673,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     clock = _synchronize_clocks(communicator)
     with ExitStack() as stack:
         # Without Fabric(timings=True), a timeline measures only as long as this profile.
-        is_measuring = timeline is not None and timeline.is_active
-        if timeline is None or not is_measuring:
+        if timeline is None or not timeline.is_active:
             timeline = stack.enter_context(closing(Timeline(session)))
             session.attach(timeline)
         running_profile = _Profile(
@@ -858,7 +857,7 @@ class _Profile:
             self._store.publish(topic, self._events)
             if self._store.rank == 0:
                 self._write_of_all_ranks(topic)
-        # Only a warning, so that a trace that fails neither ends the job nor hides an error of the
+        # This is a warning, so that a failed trace neither ends the job nor hides an error of the
         # profiled block.
         except (OSError, RuntimeError) as error:
             warnings.warn(f"{self._target} was not written: {error}", stacklevel=2)
