@@ -259,7 +259,7 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     num_processes = 1 if strategy.drives_all_devices else len(devices)
     launch_spec = LaunchSpec(num_processes=num_processes, device_type=accelerator.name)
     world = _find_world(job, num_processes)  # None if processes have to be started
-    launcher = _choose_launcher(options, strategy, launch_spec, world, job)
+    launcher = _choose_launcher(options, strategy, launch_spec, world=world, job=job)
 
     return Plan(
         accelerator=accelerator,

@@ -183,7 +183,7 @@ def synchronize_batch_norms(
     for layer in layers:
         cleanup.callback(_restore_class, layer, type(layer))
         vars(layer)["_ranks"] = ranks
-        # Read only by torch's class. None stands for all ranks.
+        # Only torch's class reads this attribute. None stands for all ranks.
         vars(layer)["process_group"] = None
         layer.__class__ = sync_class
 

@@ -522,7 +522,9 @@ def _run(options: argparse.Namespace) -> int:
     server = None
     if limit.count > 0:
         server = script_fork_server(script, worlds)
-    attempts = _Attempts(options, script, worlds, variables, server)
+    attempts = _Attempts(
+        options=options, script=script, worlds=worlds, variables=variables, server=server
+    )
     if options.num_nodes in (None, 1):
         return _run_on_one_machine(attempts, limit)
     return _run_on_machines(attempts, limit)
@@ -703,8 +705,9 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
     machines = find_machines(os.environ)
     # --num-nodes 1 is a job on this machine alone, whatever the platform says.
     if machines is not None and options.num_nodes != 1:
-        # None in an elastic job, whose variables give only a range.
-        if machines.num_nodes is None and options.num_nodes is None:
+        # In an elastic job, the variables give only a range.
+        is_elastic = machines.num_nodes is None
+        if is_elastic and options.num_nodes is None:
             options.parser.error(
                 f"{machines.variables} in the environment: the number of machines may change, "
                 "which only torchrun supports; or --num-nodes N"

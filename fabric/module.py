@@ -467,6 +467,7 @@ def _rebuild(
         precision: the dtypes of the forward pass.
         device: the device of the process that made the copy or the pickle.
     """
-    rebuilt = FabricModule(module, prepared, precision, device, Hooks())
+    no_hooks = Hooks()
+    rebuilt = FabricModule(module, prepared, precision, device, hooks=no_hooks)
     rebuilt._fabric_forward_methods.update(forward_methods)
     return rebuilt

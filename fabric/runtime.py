@@ -405,7 +405,7 @@ class Runtime:
             timeout=self.timeout,
             device_id=device_id,
         )
-        # Added before the wait, which may raise. close() destroys the group then, too.
+        # Added before the wait, which may raise, so that close() also then destroys the group.
         self._sharers_of_group.add(self)
         # A barrier through the store: the last rank to arrive sets the key for which all wait. gloo
         # connects to the other ranks in the background, and fails if a rank that did not wait has

@@ -170,10 +170,9 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: states to compare with. A stream whose states in ``state`` and ``unless`` are
-                equal is not set. Pass the states from which numbers have been drawn: if such a
-                state is the stream's own, the stream keeps its position after the draw. Empty, the
-                default, sets every stream.
+            unless: states that the streams had before a draw. A stream is not set if its entries
+                in ``state`` and ``unless`` are equal, so that it keeps its position after the draw.
+                Empty, the default, sets every stream.
         """
         for name in self.global_streams:
             if name not in state:

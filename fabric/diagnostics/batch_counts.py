@@ -90,7 +90,7 @@ class BatchCounts:
         # This overwrites the count of the iteration before. The counts of a long job would fill the
         # store, which is in the memory of one node.
         self._store.publish(_topic(loader), _PublishedCount(iteration, batches, shuffles))
-        # Compared once, since whether a loader shuffles does not change.
+        # One comparison is enough: a loader that shuffles does so in every iteration.
         if iteration == 1:
             self._check_shuffles(loader, shuffles)
         return BatchCount(

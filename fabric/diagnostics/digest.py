@@ -125,7 +125,7 @@ def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
     mixed = torch.bitwise_right_shift(rows, 29, out=scratch)
     mixed += rows
     if mixed.device.type == "cpu":
-        # Three times as fast as the other way. On other devices, torch has no mv() of integers.
+        # mv() is three times as fast as the lines below, but multiplies integers only on the CPU.
         return torch.mv(mixed, weights)
     mixed *= weights
     return mixed.sum(1)
@@ -133,7 +133,7 @@ def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Return pseudorandom odd numbers, the same in every call and on every device."""
-    # Any function that scatters the bits of 0, 1, 2 and so on would do.
+    # These operations scatter the numbers 0, 1, 2 and so on over all 64 bits.
     numbers = torch.arange(count, dtype=torch.int64, device=device)
     numbers = (numbers * _FACTOR + _OFFSET) * _FACTOR
     numbers = (numbers ^ (numbers >> 32)) * _FACTOR

@@ -84,7 +84,7 @@ class EqualDrawsCheck:
         self._module_count = 0
         self._num_backward_passes = 0
         self._is_closed = False
-        # By the hooks around the module's forward pass. These hold the model, so that the keys are
+        # The key is the Hooks of a module's forward pass. These hold the model, so the keys are
         # weak: the user may drop the model.
         self._passes: WeakKeyDictionary[Hooks, _TrainingPasses] = WeakKeyDictionary()
         self._backward = backward

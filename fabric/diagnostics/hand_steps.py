@@ -256,7 +256,7 @@ class _ChangeComparison:
         first_content = self._store.set_if_absent(f"{self._key}/first", content)
         first_rank, first_digests = json.loads(first_content)
         if first_digests != local_digests:
-            # Written before this rank raises, so that the first rank raises, too.
+            # This rank writes before it raises, so that the first rank raises, too.
             self._store.set(f"{self._key}/other", content)
             self._raise_different(first_rank)
 

@@ -76,7 +76,7 @@ class PassChecks:
             CollectiveMismatchError: a rank makes another call, or ends.
         """
         must_all_run = self._must_all_run_backward
-        # Reset first, since the comparison may raise.
+        # The attribute is reset first, since the comparison may raise.
         self._must_all_run_backward = False
         if must_all_run:
             self._recorder.check_phase("backward")

@@ -226,7 +226,7 @@ class FlightRecorder:
                 with what each rank is doing.
         """
         if error is not None:
-            # Before the phase ends, since the note says in which phase this rank is.
+            # The note says in which phase this rank is, so it is added before the phase ends.
             self.annotate(error)
         self.phase = self._outer_phases.pop()
 
@@ -250,7 +250,7 @@ class FlightRecorder:
         group_count = len(optimizer.param_groups)
         if group_count != self.param_group_counts.get(id(optimizer)):
             self.on_param_groups_changed(optimizer)
-            # After the call: if the call raises, the next step makes it again.
+            # The count is set after the call. If the call raises, the next step calls again.
             self.param_group_counts[id(optimizer)] = group_count
 
     def exit_step(self, *_: object) -> None:
@@ -416,7 +416,8 @@ class RecordedCommunicator(Communicator):
             raise self._forked_process_error(collective)
         entry = self._new_entry(collective)
         thread = threading.get_ident()
-        # Recorded before the checks, in which this rank may wait: a hang report shows the call.
+        # The call is recorded before the checks, since this rank may wait in a check, and a hang
+        # report then shows the call.
         recorder.latest_collective = entry
         recorder.open_collectives[thread] = entry
         recorder.latest_key = entry.group
@@ -426,7 +427,7 @@ class RecordedCommunicator(Communicator):
             if recorder.collective_context is None:
                 result = self._checked.run(collective)
             else:
-                # Set by a tool, such as a timeline.
+                # A tool, such as a timeline, has set the context.
                 with recorder.collective_context(entry):
                     result = self._checked.run(collective)
         except RuntimeError as error:

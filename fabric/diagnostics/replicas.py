@@ -239,7 +239,7 @@ class ReplicaComparison:
             forward: the hooks around the module's forward pass.
         """
         self.watched.add_module(contract)
-        # Only backward passes that make comparisons have to know of the forward passes.
+        # Forward passes are recorded only if backward passes make comparisons.
         if self._passes_between is not None:
             forward.after.append(partial(self._after_forward, contract.synchronizes))
 
@@ -298,7 +298,7 @@ class ReplicaComparison:
         Args:
             numbers: integers from 0 to 2**64 - 1, as many on each rank.
         """
-        # As signed integers, since a tensor of int64 carries them.
+        # A tensor of int64 carries signed integers.
         signed = [(number + _MODULUS // 2) % _MODULUS - _MODULUS // 2 for number in numbers]
         tensor = torch.tensor(signed, dtype=torch.int64, device=self._communicator.device)
         return self._communicator.all_reduce(tensor, Reduce.SUM).tolist()

@@ -209,7 +209,7 @@ class _FingerprintComparison:
         # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
         if first.fingerprint != self._fingerprint.numbers:
-            # Written before this rank raises, so that the other ranks raise, too.
+            # This rank writes before it raises, so that the other ranks raise, too.
             self._store.set(self._key("other"), content)
             self._raise_if_different(first)
 
@@ -260,7 +260,7 @@ class _FingerprintComparison:
         for contract in self._contracts:
             for name, parameter in contract.replicated().items():
                 names[id(parameter)] = name
-        # Without DTensors: the code that has sharded them reduces their gradients.
+        # DTensors are left out: the code that has sharded them reduces their gradients.
         plain = [parameter for parameter in trained if local_tensor(parameter) is parameter]
         outside_of_modules = _ids_with_gradient(plain) - _ids_of_modules(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -451,7 +451,7 @@ class TrainingChecks:
         optimizer = self._optimizer()
         if error is None and optimizer is not None:
             self._num_backward_passes += 1
-            # Recorded here and before the step, since the user may clear gradients in between.
+            # Gradients are recorded here and before the step: the user may clear them in between.
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
             self._comparison.check_latest_step()
@@ -771,7 +771,7 @@ class SetupChecks:
         self._has_set_up_optimizer = False
         # Removes the hooks of this object. Closed after the first steps of all optimizers.
         self._hooks = ExitStack()
-        # Also removes the hooks of the TrainingChecks of each optimizer.
+        # This stack also removes the hooks of the TrainingChecks of each optimizer.
         self._all_hooks = ExitStack()
         self._all_hooks.callback(self._hooks.close)
         # torch calls this hook before the step of any optimizer of the process.
