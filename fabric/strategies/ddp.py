@@ -147,11 +147,11 @@ class DDPStrategy(ParallelStrategy):
         self._check_hook_options()
         # For each prepared module, the names of its trainable parameters at setup. torch's errors
         # give indices into this list, even if a parameter is frozen later.
-        self._parameter_names: WeakKeyDictionary[DistributedDataParallel, list[str]] = (
+        self._names_by_wrapper: WeakKeyDictionary[DistributedDataParallel, list[str]] = (
             WeakKeyDictionary()
         )
         # Calls with which teardown undoes changes of modules and optimizers.
-        self._cleanup = ExitStack()
+        self._teardown_calls = ExitStack()
 
     def _check_hook_options(self) -> None:
         """Raise a ConfigurationError if the options for communication hooks contradict each other.
@@ -199,7 +199,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         if self.sync_batchnorm:
             communicator = self._data_parallel_communicator()
-            synchronize_batch_norms(module, communicator, self.root_device, self._cleanup)
+            synchronize_batch_norms(module, communicator, self.root_device, self._teardown_calls)
         wrapper = self._wrap(module)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_hook
@@ -209,7 +209,7 @@ class DDPStrategy(ParallelStrategy):
         # The group must be freed after the wrapper's reducer, see _GroupReference. Python frees the
         # attributes of an object in the order in which they were set, so this one is set last.
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
-        self._parameter_names[wrapper] = list(_synchronized_parameters(wrapper))
+        self._names_by_wrapper[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
 
     def _refuse_shared_memory(self, module: nn.Module) -> None:
@@ -253,7 +253,7 @@ class DDPStrategy(ParallelStrategy):
         """Return whether torch copies rank 0's buffers, in its constructor or in forward passes."""
         is_synchronized_in_forward = self.ddp_kwargs.get("forward_sync_buffers")
         if is_synchronized_in_forward is None:
-            # The older option turns both copies off. If it is missing or None, torch copies.
+            # The older option is for both copies. If it is missing or None, torch copies.
             return self.ddp_kwargs.get("broadcast_buffers") is not False
         # init_sync is for the copy in the constructor.
         return is_synchronized_in_forward or self.ddp_kwargs.get("init_sync", True)
@@ -310,7 +310,7 @@ class DDPStrategy(ParallelStrategy):
                 averager.average_parameters(stepped.param_groups)
 
         handle = optimizer.register_step_post_hook(average_after_step)
-        self._cleanup.callback(handle.remove)
+        self._teardown_calls.callback(handle.remove)
 
     @override
     def no_backward_sync(
@@ -405,7 +405,7 @@ class DDPStrategy(ParallelStrategy):
     @override
     def _prepared_modules(self) -> Sequence[nn.Module]:
         """The prepared modules that are still in use and synchronize gradients, oldest first."""
-        return list(self._parameter_names)
+        return list(self._names_by_wrapper)
 
     @override
     def _explain_error(self, exception: BaseException) -> None:
@@ -419,7 +419,7 @@ class DDPStrategy(ParallelStrategy):
         if match is None or has_note:
             return
         indices = [int(index) for index in match["indices"].split()]
-        for wrapper, names in self._parameter_names.items():
+        for wrapper, names in self._names_by_wrapper.items():
             # The error does not name its module. It is taken to be about the first module with
             # enough parameters.
             if max(indices) >= len(names):
@@ -438,8 +438,8 @@ class DDPStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Undo the changes of modules and optimizers, forget the modules and close the runtime."""
-        self._cleanup.close()
-        self._parameter_names.clear()
+        self._teardown_calls.close()
+        self._names_by_wrapper.clear()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -451,11 +451,11 @@ class DDPStrategy(ParallelStrategy):
         """
         hook_state = _PickledState(pickle.dumps(self.ddp_comm_state))
         # A weak dictionary cannot be pickled. The modules in it belong to this process anyway.
-        return {**vars(self), "ddp_comm_state": hook_state, "_parameter_names": None}
+        return {**vars(self), "ddp_comm_state": hook_state, "_names_by_wrapper": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore the attributes that :meth:`__getstate__` returned in another process."""
-        vars(self).update(state, _parameter_names=WeakKeyDictionary())
+        vars(self).update(state, _names_by_wrapper=WeakKeyDictionary())
 
     def _unpickled_hook_state(self) -> Any:
         """Return ``ddp_comm_state``. Unpickle it first if the strategy was sent to this process.

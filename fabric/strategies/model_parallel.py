@@ -231,9 +231,9 @@ class ModelParallelStrategy(FSDPStrategy):
     ) -> None:
         """Check the options and keep them. No process runs yet."""
         super().__init__(**options)
-        # Under these two strategies, a rank holds no copy of another rank's shards.
-        has_no_replicas = self._sharding in ("FULL_SHARD", "SHARD_GRAD_OP")
-        if self.device_mesh is not None or not has_no_replicas:
+        # Under all but these two strategies, ranks hold copies of the same shards.
+        has_replicas = self._sharding not in ("FULL_SHARD", "SHARD_GRAD_OP")
+        if self.device_mesh is not None or has_replicas:
             raise ConfigurationError(
                 f"ModelParallelStrategy(device_mesh=..., sharding_strategy={self._sharding!r})",
                 suggestion="replicate_size=2 for two copies of all shards",

@@ -259,7 +259,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         switched the mode off while it runs :meth:`__torch_function__`, which calls this method.
         """
         with self:
-            # As an edge of the graph, since torch would call __torch_function__ for a tensor again.
+            # An edge of the graph: for a tensor, torch would call __torch_function__ again.
             torch.autograd.backward(get_gradient_edge(loss), gradient, **options)
 
     def _attend(
@@ -348,7 +348,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         # This rank's heads of all tokens.
         query, key, value = map(self._join, received)
         output = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-        # The way back. Row n goes to rank n, and has the tokens of rank n for this rank's heads.
+        # The outputs travel back: row n has the tokens of rank n for this rank's heads.
         outputs_by_rank = [self._pad(tokens) for tokens in output.split(self._lengths, -2)]
         # Row n has the heads of rank n, for this rank's queries.
         heads_by_rank = all_to_all(self._communicator, torch.stack(outputs_by_rank))

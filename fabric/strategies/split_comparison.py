@@ -67,7 +67,7 @@ R = TypeVar("R")
 # The largest difference, as a part of the largest value. Another model differs by about 1.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_16_BITS = 5e-2
-# Of float32, if the device multiplies with fewer bits, as GPUs do on request.
+# The tolerance of float32 on a device that multiplies with fewer bits, as GPUs do on request.
 _TOLERANCE_OF_FAST_MATMUL = 1e-2
 # The number of passes after which a region is not compared any more whose rowwise weights are zero.
 _MAX_PASSES = 20
@@ -279,22 +279,22 @@ class SplitComparison:
         self._generators = generators_of(communicator.device.type)
         self._find_regions = partial(_find_regions, root, whole, lines, whole_outputs)
         # The regions that are still to be compared.
-        self._regions = self._find_regions(uncalled=())
+        self._regions_to_compare = self._find_regions(uncalled=())
         # The names of all regions so far.
-        self._paths = {region.path for region in self._regions}
+        self._paths_of_regions = {region.path for region in self._regions_to_compare}
         # The names of regions that a pass has not called although it has called their layers.
-        self._uncalled: set[str] = set()
+        self._uncalled_paths: set[str] = set()
         # The number of passes with gradients and comparisons so far.
         self._num_passes = 0
         # Whether a pass has ended in which regions were to be compared.
         self._has_compared = False
         # Removes the hooks of a pass with comparisons. Empty between two passes.
-        self._pass_state = ExitStack()
+        self._undo_after_pass = ExitStack()
         self._is_in_pass = False
         # True while a region is computed.
         self._is_comparing = False
         # The hooks around forward passes, once the comparison has started.
-        self._hooks = Hooks()
+        self._hooks_of_model = Hooks()
 
     def add_to(self, hooks: Hooks) -> None:
         """Compare in the next pass. Do nothing if the model has no regions.
@@ -302,8 +302,8 @@ class SplitComparison:
         Args:
             hooks: the hooks around forward passes of the model.
         """
-        if self._regions:
-            self._hooks = hooks
+        if self._regions_to_compare:
+            self._hooks_of_model = hooks
             hooks.before.append(self._before_forward)
             hooks.after.append(self._after_forward)
             hooks.is_needed_uncompiled.append(self._is_pass_to_compare)
@@ -322,17 +322,17 @@ class SplitComparison:
         if self._is_in_pass or not self._is_pass_to_compare():
             return
         self._is_in_pass = True
-        for region in self._regions:
+        for region in self._regions_to_compare:
             compare = partial(self._compare_region, region)
             handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
-            self._pass_state.callback(handle.remove)
+            self._undo_after_pass.callback(handle.remove)
             for name in region.rowwise_layers:
                 layer = region.module.get_submodule(name)
                 handle = layer.register_forward_pre_hook(region.note_layer)
-                self._pass_state.callback(handle.remove)
+                self._undo_after_pass.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
             # Otherwise the hooks would stay in the graphs that this pass compiles.
-            self._pass_state.enter_context(torch.compiler.set_stance("force_eager"))
+            self._undo_after_pass.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _after_forward(self, output: Any, error: BaseException | None) -> None:
         """Remove the hooks of the regions, and end the comparison once no region is left.
@@ -342,7 +342,7 @@ class SplitComparison:
         if not self._is_in_pass:
             return
         # Removes the hooks of the regions, and lets torch.compile compile again.
-        self._pass_state.close()
+        self._undo_after_pass.close()
         self._is_in_pass = False
         new_regions: list[_Region] = []
         if error is None:
@@ -350,22 +350,22 @@ class SplitComparison:
             new_regions = self._regions_around_uncalled()
         if not torch.is_grad_enabled():
             # All regions stay, since a pass with gradients has to compare them.
-            self._regions += new_regions
+            self._regions_to_compare += new_regions
             return
         self._num_passes += 1
         remaining: list[_Region] = []
-        for region in self._regions:
+        for region in self._regions_to_compare:
             # The region is compared again, even if the user catches the error of a comparison.
             is_interrupted = error is not None and not region.is_compared
             # If weights are zero, the region is compared again once a step has changed them.
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
-        self._regions = [*new_regions, *remaining]
-        if not self._regions or self._num_passes >= _MAX_PASSES:
-            self._regions = []
-            self._hooks.before.remove(self._before_forward)
-            self._hooks.after.remove(self._after_forward)
-            self._hooks.is_needed_uncompiled.remove(self._is_pass_to_compare)
+        self._regions_to_compare = [*new_regions, *remaining]
+        if not self._regions_to_compare or self._num_passes >= _MAX_PASSES:
+            self._regions_to_compare = []
+            self._hooks_of_model.before.remove(self._before_forward)
+            self._hooks_of_model.after.remove(self._after_forward)
+            self._hooks_of_model.is_needed_uncompiled.remove(self._is_pass_to_compare)
 
     def _regions_around_uncalled(self) -> list[_Region]:
         """Return new regions around regions that were not called although their layers were.
@@ -373,18 +373,18 @@ class SplitComparison:
         The code of a module may call the layers of an inner module, and not the inner module.
         """
         uncalled: set[str] = set()
-        for region in self._regions:
+        for region in self._regions_to_compare:
             if region.has_called_layers and not region.is_called:
                 uncalled.add(region.path)
         if not uncalled:
             return []
-        self._uncalled |= uncalled
-        # With these modules left out, modules around them are the smallest ones, and so regions.
+        self._uncalled_paths |= uncalled
+        # Modules around the uncalled ones are regions, now that the uncalled ones are left out.
         new_regions: list[_Region] = []
-        for region in self._find_regions(uncalled=self._uncalled):
-            if region.path not in self._paths:
+        for region in self._find_regions(uncalled=self._uncalled_paths):
+            if region.path not in self._paths_of_regions:
                 new_regions.append(region)
-        self._paths.update(region.path for region in new_regions)
+        self._paths_of_regions.update(region.path for region in new_regions)
         return new_regions
 
     # -- one region -----------------------------------------------------------------------------
@@ -624,14 +624,11 @@ def _find_regions(
     lines_by_path: dict[str, list[str]] = {}
     for path in paths:
         rowwise = [layer for layer in layers.rowwise if path_of_rowwise.get(layer) == path]
-        if not rowwise:
-            # The output of the colwise layers goes to no rowwise layer, and is taken to be whole.
-            continue
-        distinct_lines: dict[str, None] = {}  # the keys are an ordered set
-        for layer in (*colwise_by_path[path], *rowwise):
-            line = lines.get(modules[layer], f"{layer} of parallelize_fn")
-            distinct_lines[line] = None
-        lines_by_path[path] = list(distinct_lines)
+        # Without a rowwise layer, the output of the colwise layers is taken to be whole.
+        if rowwise:
+            layers_of_module = [*colwise_by_path[path], *rowwise]
+            lines_by_path[path] = _lines_of_layers(layers_of_module, modules, lines)
+    # The regions, and the modules around them.
     modules_with_regions: set[nn.Module] = set()
     for path in lines_by_path:
         for outer_path in (path, *ancestors(path)):
@@ -641,7 +638,9 @@ def _find_regions(
         region = _Region(path, modules[path], whole.get_submodule(path))
         # All hooks of the copy from before the split are the user's.
         has_user_hooks = any(map(user_hooks, region.whole.modules()))
-        if has_user_hooks or modules_with_regions.intersection(_inner_fsdp_modules(region.module)):
+        fsdp_modules = _inner_fsdp_modules(region.module)
+        has_regions_in_fsdp_modules = not modules_with_regions.isdisjoint(fsdp_modules)
+        if has_user_hooks or has_regions_in_fsdp_modules:
             continue
         for layer in layers.rowwise:
             if path in ancestors(layer):
@@ -650,6 +649,23 @@ def _find_regions(
                 region.lines[name] = lines_by_path[path_of_rowwise[layer]]
         regions.append(region)
     return regions
+
+
+def _lines_of_layers(
+    layers: Sequence[str], modules: Mapping[str, nn.Module], lines: Mapping[nn.Module, str]
+) -> list[str]:
+    """Return the lines of the plan for layers, each line once.
+
+    Args:
+        layers: the names of the layers.
+        modules: the modules of the model by name.
+        lines: the line of the plan for each layer. Layers that ``parallelize_fn`` splits have none.
+    """
+    distinct_lines: dict[str, None] = {}  # the keys are an ordered set
+    for layer in layers:
+        line = lines.get(modules[layer], f"{layer} of parallelize_fn")
+        distinct_lines[line] = None
+    return list(distinct_lines)
 
 
 def _first_modules_around(layers: Sequence[str], paths: Sequence[str]) -> dict[str, str]:

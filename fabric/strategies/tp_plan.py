@@ -309,8 +309,10 @@ def find_partial_gradients(
         for child in module.children():
             is_norm = "norm" in type(child).__name__.lower()
             shapes = {parameter.shape for parameter in child.parameters()}
-            # A norm of another width is applied to something else than a head.
-            if is_norm and child not in layers and shapes == {(head_width,)}:
+            # A norm of another width is applied to something else than a head. The gradients of a
+            # layer in the plan are left to its style.
+            has_width_of_heads = shapes == {(head_width,)}
+            if is_norm and has_width_of_heads and child not in layers:
                 yield from child.parameters()
 
 
@@ -858,14 +860,14 @@ class PartRandomStreams:
     def __init__(self, mesh: DeviceMesh, requires_rowwise: bool) -> None:
         """Choose the generators: the one of the CPU, and the one of the current device."""
         # The number of the part that this rank computes.
-        self._part = mesh.get_local_rank("tensor_parallel")
+        self._part_number = mesh.get_local_rank("tensor_parallel")
         self._requires_rowwise = requires_rowwise
         # None outside of a part.
-        self._saved: _SavedStates | None = None
+        self._saved_states: _SavedStates | None = None
         self._generators = generators_of(mesh.device_type)
         # Whether parts are known to draw random numbers, because the model has dropout, or because
         # an earlier part has drawn some.
-        self._draws_numbers = False
+        self._parts_draw_numbers = False
         # torch.compile cannot trace changes of generators.
         self._seed_outside_of_graphs: Any = torch.compiler.disable(self._seed)
         self._restore_outside_of_graphs: Any = torch.compiler.disable(self._restore)
@@ -886,8 +888,8 @@ class PartRandomStreams:
                 rowwise.append(path)
                 # Prepended, so that the users' hooks run with the streams that all ranks share.
                 layer.register_forward_pre_hook(self._end_part, prepend=True)
-        self._draws_numbers = any(map(_has_dropout, root.modules()))
-        if self._draws_numbers:
+        self._parts_draw_numbers = any(map(_has_dropout, root.modules()))
+        if self._parts_draw_numbers:
             for path in smallest_modules_around(colwise, rowwise):
                 # A graph of torch.compile cannot switch to other random numbers.
                 module: Any = root.get_submodule(path)
@@ -901,7 +903,7 @@ class PartRandomStreams:
         If several colwise layers precede a rowwise layer, the first one starts the part. Only
         models in training mode draw random numbers.
         """
-        is_in_part = self._saved is not None
+        is_in_part = self._saved_states is not None
         if is_in_part or not layer.training:
             return
         # A layer such as "colwise_rep" has a whole output, and starts no part.
@@ -910,7 +912,7 @@ class PartRandomStreams:
             return
         if not torch.compiler.is_dynamo_compiling():
             self._seed()
-        elif self._draws_numbers:
+        elif self._parts_draw_numbers:
             # Seeding breaks the graph of torch.compile, and so it is left out if possible.
             self._seed_outside_of_graphs()
 
@@ -921,15 +923,15 @@ class PartRandomStreams:
             before_seed = self._generator_states()
             seed = _draw_seed()  # the same on all ranks
             for generator in self._generators:
-                generator.manual_seed(seed + self._part)
-            self._saved = _SavedStates(before_seed, start_of_part=self._generator_states())
+                generator.manual_seed(seed + self._part_number)
+            self._saved_states = _SavedStates(before_seed, start_of_part=self._generator_states())
 
     def _end_part(self, *_: object) -> None:
         """Restore the streams that all ranks share. A forward pre-hook of rowwise layers.
 
         Does nothing outside of a part.
         """
-        if self._saved is None:
+        if self._saved_states is None:
             return
         if torch.compiler.is_dynamo_compiling():
             self._restore_outside_of_graphs()
@@ -938,17 +940,18 @@ class PartRandomStreams:
 
     def _restore(self) -> None:
         """Restore the streams that all ranks share, at the end of a part."""
-        assert self._saved is not None
+        saved = self._saved_states
+        assert saved is not None
         with real_tensors():
-            is_unused = all(map(torch.equal, self._saved.start_of_part, self._generator_states()))
-            for generator, state in zip(self._generators, self._saved.before_seed, strict=True):
+            is_unused = all(map(torch.equal, saved.start_of_part, self._generator_states()))
+            for generator, state in zip(self._generators, saved.before_seed, strict=True):
                 generator.set_state(state)
             # The draw of the common seed is undone now. It is repeated only if the part has drawn
             # random numbers. Otherwise the model has the random numbers of a single process.
             if not is_unused:
-                self._draws_numbers = True
+                self._parts_draw_numbers = True
                 _draw_seed()
-        self._saved = None
+        self._saved_states = None
 
     def _end_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         """Restore the shared streams at the end of the model. A forward hook of the model.
@@ -958,7 +961,7 @@ class PartRandomStreams:
         Raises:
             UsageError: no rowwise layer has ended the last part, but one is required.
         """
-        is_in_part = self._saved is not None
+        is_in_part = self._saved_states is not None
         self._end_part()
         has_raised = output is None
         if is_in_part and self._requires_rowwise and not has_raised:

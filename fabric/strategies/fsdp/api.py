@@ -282,9 +282,9 @@ class FSDPStrategy(ParallelStrategy):
         # The hooks of each sharded model, by the id of the model. setup_environment() puts a dict
         # with weak values here, so that the model alone keeps its hooks alive. That dict cannot be
         # pickled, and a strategy is pickled before setup_environment() on the way to a rank.
-        self._sharded_forwards: MutableMapping[int, ShardedForward] = {}
+        self._forwards_by_model_id: MutableMapping[int, ShardedForward] = {}
         # Closed by teardown().
-        self._cleanup = ExitStack()
+        self._teardown_calls = ExitStack()
 
     @property
     def sharding_strategy(self) -> str:
@@ -309,7 +309,7 @@ class FSDPStrategy(ParallelStrategy):
         # From now on, large freed blocks return to the system. Otherwise the process may keep the
         # memory of gathered parameters.
         self.runtime.accelerator.return_freed_memory()
-        self._sharded_forwards = WeakValueDictionary()
+        self._forwards_by_model_id = WeakValueDictionary()
         # torch warns that a change in place of a returned view may give wrong gradients. Under this
         # strategy, such a change gives correct gradients or an error of torch, which gets a note.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
@@ -338,8 +338,8 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._sharded_forwards = {}
-        self._cleanup.close()
+        self._forwards_by_model_id = {}
+        self._teardown_calls.close()
         super().teardown()
 
     @override
@@ -496,7 +496,7 @@ class FSDPStrategy(ParallelStrategy):
         # Until teardown(), operators of torch that would silently use this rank's shard alone are
         # replaced.
         stop_replacing_operators = handle_operators(self.global_rank)
-        self._cleanup.callback(stop_replacing_operators)
+        self._teardown_calls.callback(stop_replacing_operators)
         # Chosen first, since the steps below change the classes of modules and the parameters.
         fsdp_modules = self._find_fsdp_modules(root)
         for checkpointed in self._checkpointed_modules(root):
@@ -535,7 +535,7 @@ class FSDPStrategy(ParallelStrategy):
         # Registers hooks with the model, which keep this object alive.
         forward = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         # The dict has weak values. So the entry is gone before another model can get the same id.
-        self._sharded_forwards[id(root)] = forward
+        self._forwards_by_model_id[id(root)] = forward
         return module
 
     @property
@@ -629,7 +629,7 @@ class FSDPStrategy(ParallelStrategy):
     @property
     @override
     def _prepared_modules(self) -> Sequence[nn.Module]:
-        return [forward.root for forward in self._sharded_forwards.values()]
+        return [forward.root for forward in self._forwards_by_model_id.values()]
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
@@ -659,7 +659,7 @@ class FSDPStrategy(ParallelStrategy):
         """
         root = uncompiled(prepared)
         # The hooks around each forward pass of the model.
-        forward = self._sharded_forwards[id(root)]
+        forward = self._forwards_by_model_id[id(root)]
         # Collected once, because the contract's functions are called in every step.
         parameters = dict(root.named_parameters())
         replicated: dict[str, Tensor] = {}
@@ -704,7 +704,7 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             UsageError: this strategy has not set up the module.
         """
-        forward = self._sharded_forwards.get(id(uncompiled(module)))
+        forward = self._forwards_by_model_id.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)  # raises the UsageError
         if not enabled:
@@ -876,7 +876,7 @@ def _rng_state() -> bytes:
 def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     """Return the problem behind an error of torch, and what to write instead. None if unknown."""
     text = str(exception)
-    # Comes first, since an optimizer may raise it, and a more general pattern matches it, too.
+    # Comes first: the more general patterns below would match this error, too.
     if re.search(_MIXED_LISTS, text):
         return _EXPLANATION_OF_MIXED_LISTS
     optimizer_name = _optimizer_that_raised(exception)

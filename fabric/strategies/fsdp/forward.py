@@ -68,16 +68,16 @@ class ShardedForward:
         # Empty if the model is not sharded, as under tensor parallelism alone.
         self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
         # The number of calls of the root that are running: a model may call itself.
-        self._depth = 0
+        self._num_running_calls = 0
         # Whether the last forward pass has returned without an error. False while it is running.
-        self._has_succeeded = True
+        self._last_pass_succeeded = True
         # Returns whether a backward pass of the model has begun and has not ended.
         self._backward_is_unfinished = unfinished_backward_check(root)
         # torch.compile must not put these two methods into a graph.
-        self._before_forward: Any = torch.compiler.disable(unsharded.before_forward)
-        self._after_forward: Any = torch.compiler.disable(unsharded.after_forward)
-        self._parameters = ShardedParameters(root, rank)
-        self._parameters.register_load_hooks()
+        self._unsharded_before_forward: Any = torch.compiler.disable(unsharded.before_forward)
+        self._unsharded_after_forward: Any = torch.compiler.disable(unsharded.after_forward)
+        self._sharded_parameters = ShardedParameters(root, rank)
+        self._sharded_parameters.register_load_hooks()
         # Prepended, so that the other pre-hooks of the root run after _begin_pass(), and so may
         # call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
@@ -165,7 +165,7 @@ class ShardedForward:
             module: the submodule.
             args: the arguments of the call.
         """
-        is_in_forward = self._depth > 0
+        is_in_forward = self._num_running_calls > 0
         # In a backward pass, the user's own activation checkpointing calls submodules again.
         if is_in_forward or is_in_backward():
             return
@@ -202,15 +202,15 @@ class ShardedForward:
         # the graph.
         is_compiling = torch.compiler.is_dynamo_compiling()
         # The model may call itself.
-        is_outermost = self._depth == 0
+        is_outermost = self._num_running_calls == 0
         if is_outermost and not is_compiling:
             self._reset_failed_backward()
             self._reshard_outdated()
-            self._parameters.check_registered()
-        self._depth += 1
-        self._has_succeeded = False
+            self._sharded_parameters.check_registered()
+        self._num_running_calls += 1
+        self._last_pass_succeeded = False
         if is_outermost and not self.unsharded.is_empty:
-            self._before_forward()
+            self._unsharded_before_forward()
         if not is_compiling:
             # The model may call its submodules now. _end_pass() puts the hooks back.
             for entry in self._submodule_hooks:
@@ -231,7 +231,7 @@ class ShardedForward:
         A forward pass without a backward pass leaves parameters gathered. If an optimizer or a load
         changes the shards after it, the next forward pass has to gather them again.
         """
-        if self._parameters.have_changed() and self._parameters.are_gathered():
+        if self._sharded_parameters.have_changed() and self._sharded_parameters.are_gathered():
             self.reshard()
 
     def _note_success(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -240,7 +240,7 @@ class ShardedForward:
         torch calls this hook before :meth:`_end_pass`, and only if the call did not raise.
         """
         # The model may call itself. The pass has succeeded when the outermost call returns.
-        self._has_succeeded = self._depth == 1
+        self._last_pass_succeeded = self._num_running_calls == 1
 
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
         """Leave the model ready for the next forward pass. A forward hook of the root.
@@ -248,12 +248,12 @@ class ShardedForward:
         torch calls this hook after an error, too. Then ``output`` may be None.
         """
         # At least 0, since _begin_pass() was not called if another pre-hook raised first.
-        self._depth = max(0, self._depth - 1)
-        is_in_outer_call = self._depth > 0
+        self._num_running_calls = max(0, self._num_running_calls - 1)
+        is_in_outer_call = self._num_running_calls > 0
         if is_in_outer_call:
             return
         if not self.unsharded.is_empty:
-            self._after_forward(output)
+            self._unsharded_after_forward(output)
         if torch.compiler.is_dynamo_compiling():
             return
         # Put back the hooks that refuse calls of submodules. They become the first hooks, since
@@ -261,10 +261,10 @@ class ShardedForward:
         for entry in self._submodule_hooks:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
-        if not self._has_succeeded:
+        if not self._last_pass_succeeded:
             self.unreduced.reset_pass()
             return
-        self._parameters.check_gathered_unchanged()
+        self._sharded_parameters.check_gathered_unchanged()
         if not torch.is_grad_enabled():
             # FSDP2 keeps the parameters of the root gathered for a backward pass. No backward pass
             # follows here, and a change of the gathered parameters by the user would be lost.

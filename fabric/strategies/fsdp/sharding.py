@@ -726,7 +726,7 @@ def _receive_value(communicator: Communicator, tensor: Tensor) -> Tensor:
     if isinstance(tensor, EmptyParameter):
         fill_empty(value)
     else:
-        # In place. As bytes, since the backends of torch.distributed do not support all dtypes.
+        # Overwrites `value`, which is sent as bytes, since backends do not support all dtypes.
         communicator.broadcast(value.view(-1).view(torch.uint8), 0)
     return value
 

@@ -256,7 +256,7 @@ class UnshardedState:
         # The parameters whose gradients the last backward pass did not reduce.
         self._unreduced: list[nn.Parameter] = []
         # Whether ranks may have different running statistics since the last broadcast.
-        self._statistics_differ = True
+        self._statistics_may_differ = True
         # Whether this object's callback at the end of the running backward pass is registered.
         self._awaits_backward_end = False
 
@@ -279,11 +279,11 @@ class UnshardedState:
         rank 0's running statistics have to be broadcast. Ranks that make the same passes agree on
         whether to broadcast.
         """
-        if self._statistics_differ and self._buffers_of_norms:
+        if self._statistics_may_differ and self._buffers_of_norms:
             self._broadcast_statistics()
         # As under DDP, the next forward pass broadcasts only if this one trains with
         # synchronization.
-        self._statistics_differ = torch.is_grad_enabled() and self.synchronizes
+        self._statistics_may_differ = torch.is_grad_enabled() and self.synchronizes
         # If the last backward pass raised, autograd did not call _after_backward(), which resets
         # this flag.
         self._awaits_backward_end = False
@@ -392,8 +392,8 @@ class UnshardedState:
         for buffer, received in zip(buffers, message.split(sizes), strict=True):
             # Cloned, since view() needs aligned bytes, and the parts of a message are unaligned.
             value = received.clone().view(buffer.dtype)
-            # Through ``data``, which hides the change from autograd. Otherwise the backward pass of
-            # an earlier forward pass would raise for a buffer changed in place.
+            # ``data`` hides the change from autograd. Otherwise the backward pass of an earlier
+            # forward pass would raise for a buffer changed in place.
             buffer.data.copy_(value.view_as(buffer))
 
 
