@@ -619,14 +619,14 @@ class NodeAgent:
             num_nodes=config.num_nodes,
             num_processes=config.num_processes,
         )
-        self._lock = threading.Lock()  # guards _status
+        self._status_lock = threading.Lock()  # guards _status
         self._state = _JobState()  # the latest state that the thread of the agent has read
         self._last_contact = time.monotonic()  # when machine 0 has last sent a new state
-        self._problem = ""  # why this agent cannot go on, in words. Empty if it can.
+        self._fatal_problem = ""  # why this agent cannot go on, in words. Empty if it can.
         # The generation that the main thread has to start. None if there is none.
         self._next_generation: Generation | None = None
-        self._has_news = threading.Event()  # wakes the main thread
-        self._wake = threading.Event()  # wakes the thread of the agent
+        self._main_thread_wakeup = threading.Event()  # wakes the main thread
+        self._agent_thread_wakeup = threading.Event()  # wakes the thread of the agent
         self._should_leave = False  # ends the thread of the agent
         self._printed_notice = ""
         self._unprinted_report = ""  # the error of this machine's ranks, until it is printed
@@ -648,7 +648,7 @@ class NodeAgent:
             failure = "the command was stopped"
             self._set_end(_NodeEnd(exit_code, is_interrupted=True, failure=failure))
         self._should_leave = True
-        self._wake.set()
+        self._agent_thread_wakeup.set()
         # If the thread waits for a machine that does not answer, it ends with this process.
         timeout = _CLOSE_TIME
         if self._coordinator is not None:
@@ -668,13 +668,13 @@ class NodeAgent:
         with Supervisor() as supervisor:
             while True:
                 # The thread of the agent sets this event. The loop looks for signals meanwhile.
-                self._has_news.wait(_INTERVAL)
-                self._has_news.clear()
+                self._main_thread_wakeup.wait(_INTERVAL)
+                self._main_thread_wakeup.clear()
                 self._print_notice()
-                if self._problem != "" or self._state.exit_code is not None:
+                if self._fatal_problem != "" or self._state.exit_code is not None:
                     return None
                 if self._is_silent_for(self._config.node_timeout):
-                    self._problem = (
+                    self._fatal_problem = (
                         f"machine 0 ({self._config.address}:{self._config.port}) has not answered "
                         f"for {self._config.node_timeout:g} s (--node-timeout)"
                     )
@@ -707,7 +707,7 @@ class NodeAgent:
         # The coordinator ends a generation by publishing the number of the next one.
         has_generation_ended = self._state.generation != self._status.generation
         has_job_ended = self._state.exit_code is not None
-        if has_generation_ended or has_job_ended or self._problem != "":
+        if has_generation_ended or has_job_ended or self._fatal_problem != "":
             return True
         return self._is_silent_for(self._config.lease / 2)
 
@@ -737,8 +737,8 @@ class NodeAgent:
 
         Prints the problem if this agent could not go on.
         """
-        if self._problem != "":
-            print(f"fabric run: {self._problem}", file=sys.stderr, flush=True)
+        if self._fatal_problem != "":
+            print(f"fabric run: {self._fatal_problem}", file=sys.stderr, flush=True)
             return 1
         end = self._status.read_end()
         # After a signal to this machine, the coordinator may not have ended the job yet.
@@ -780,9 +780,9 @@ class NodeAgent:
 
     def _set_end(self, end: _NodeEnd) -> None:
         """Have the thread of the agent publish how the ranks of this machine have ended."""
-        with self._lock:
+        with self._status_lock:
             self._status = replace(self._status, is_running=False, end=list(end))
-        self._wake.set()
+        self._agent_thread_wakeup.set()
 
     # The methods below run in the thread of the agent. Its calls of the store may block for long,
     # if the network fails. The main thread does not wait for them.
@@ -800,15 +800,15 @@ class NodeAgent:
             while not has_read_end and not self._should_leave:
                 self._exchange(store)
                 has_read_end = self._state.exit_code is not None
-                self._wake.wait(_INTERVAL)
-                self._wake.clear()
+                self._agent_thread_wakeup.wait(_INTERVAL)
+                self._agent_thread_wakeup.clear()
             self._leave(store)
         except dist.DistError:
-            self._problem = (
+            self._fatal_problem = (
                 f"machine 0 ({self._config.address}:{self._config.port}) has ended, and with it "
                 "the job. Start the command again on all machines"
             )
-        self._has_news.set()
+        self._main_thread_wakeup.set()
 
     def _join_job(self) -> JobStore | None:
         """Try to connect to machine 0 until the coordinator admits this agent.
@@ -817,7 +817,7 @@ class NodeAgent:
             The store of the agents. None if this agent is refused, or leaves before it is admitted.
         """
         config = self._config
-        while not self._should_leave and self._problem == "":
+        while not self._should_leave and self._fatal_problem == "":
             try:
                 server = self._server
                 if server is None:  # on other machines than machine 0
@@ -831,15 +831,15 @@ class NodeAgent:
             except (OSError, dist.DistError):
                 pass  # machine 0 is not there yet, or has just ended an earlier job
             time.sleep(_INTERVAL)
-        self._has_news.set()
+        self._main_thread_wakeup.set()
         return None
 
     def _ask_for_admission(self, store: JobStore) -> bool:
         """Ask to be the agent of this machine, and wait for the answer of the coordinator.
 
         Returns:
-            Whether this agent is admitted. Otherwise it was refused, which sets ``_problem``, or
-            the job of this store has ended, or this agent leaves.
+            Whether this agent is admitted. Otherwise it was refused, which sets
+            ``_fatal_problem``, or the job of this store has ended, or this agent leaves.
         """
         node_rank = self._config.node_rank
         agent_id = self._status.agent_id
@@ -857,7 +857,7 @@ class NodeAgent:
                 return True
             refusal = store.get_nowait(f"refused/{agent_id}")
             if refusal is not None:
-                self._problem = f"machine 0 has refused this machine: {refusal.decode()}"
+                self._fatal_problem = f"machine 0 has refused this machine: {refusal.decode()}"
                 return False
             state = self._read_state(store)
             if state is not None and state.exit_code is not None:
@@ -890,21 +890,21 @@ class NodeAgent:
         assert state is not None  # the coordinator publishes a state before it admits an agent
         node_rank = self._config.node_rank
         if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
-            self._problem = f"another command has become machine {node_rank} of this job"
+            self._fatal_problem = f"another command has become machine {node_rank} of this job"
             self._should_leave = True
         generation = self._follow_state(state)
         if generation is not None:
             # Set last: the main thread then starts ranks, and should_end_ranks() compares the
             # status with the state.
             self._next_generation = generation
-            self._has_news.set()
+            self._main_thread_wakeup.set()
 
     def _publish_status(self, store: JobStore, *, has_read_end: bool = False) -> None:
         """Publish the status with a new beat, which shows that this agent is alive.
 
         ``has_read_end`` is whether this agent knows how the job has ended.
         """
-        with self._lock:
+        with self._status_lock:
             beat = self._status.beat + 1
             self._status = replace(self._status, beat=beat, has_read_end=has_read_end)
         store.publish("agent", asdict(self._status))
@@ -917,7 +917,7 @@ class NodeAgent:
             are about to start. None if there is no generation to start.
         """
         generation: Generation | None = None
-        with self._lock:
+        with self._status_lock:
             status = replace(self._status, seen_generation=state.generation)
             is_new_generation = status.generation != state.generation
             # Until the generation has a port, not all machines are there. And the ranks of the last
@@ -936,7 +936,7 @@ class NodeAgent:
         the job, or is lost.
         """
         self._publish_status(store, has_read_end=True)
-        self._has_news.set()
+        self._main_thread_wakeup.set()
         coordinator = self._coordinator
         while coordinator is not None and not coordinator.is_done():
             coordinator.update()

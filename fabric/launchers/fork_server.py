@@ -107,7 +107,7 @@ class ForkServer:
         self._main = main
         self._arguments = arguments
         self._variables = variables
-        self._lock = threading.Lock()  # guards _server: several threads may launch
+        self._server_lock = threading.Lock()  # guards _server: several threads may launch
         self._server: _ServerConnection | None = None
 
     @classmethod
@@ -142,7 +142,7 @@ class ForkServer:
     def warm_up(self) -> None:
         """Start the server process if there is none, without waiting until it has loaded torch."""
         # If the system cannot start a process now, the launch tries again, and reports the error.
-        with self._lock, suppress(OSError):
+        with self._server_lock, suppress(OSError):
             if self._server is None:
                 self._server = self._start_server()
 
@@ -151,7 +151,7 @@ class ForkServer:
 
         Only for the server of a script. This method waits until the server has torch loaded.
         """
-        with self._lock:
+        with self._server_lock:
             if self._server is None:
                 self._server = self._start_server()
             requests = self._server.requests
@@ -197,7 +197,7 @@ class ForkServer:
         descriptors = [control.fileno(), stdout, stderr]
         if stdin is not None:
             descriptors.append(stdin)
-        with self._lock:
+        with self._server_lock:
             if self._server is not None:
                 # These errors mean that the server was killed since the last launch. Then a new
                 # server is started below.

@@ -347,7 +347,7 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     os.environ.update(state.environment)
     # Tracebacks show the code of notebook cells from here.
     linecache.cache.update(state.sources)
-    # Sets sys.path, before the call is loaded: the call may need modules that only this path finds.
+    # Sets sys.path. This comes before the call is loaded, which may import modules from there.
     multiprocessing.spawn.prepare(state.preparation)
     for setter_name, value in state.torch_settings.items():
         set_value = getattr(import_module("torch"), setter_name)

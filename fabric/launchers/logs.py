@@ -159,6 +159,6 @@ def _read_lines(log: _RankLog, is_last_read: bool) -> Iterator[bytes]:
             yield unfinished_line
             unfinished_line = b""
         log.unfinished_line = unfinished_line
-    # After the last call, nobody completes the line.
+    # No later call could complete the line.
     if is_last_read and log.unfinished_line:
         yield log.unfinished_line

@@ -49,6 +49,8 @@ _POLL_INTERVAL = 0.02
 _SCONTROL_TIMEOUT = 60.0
 # Seconds before the end of a SLURM job, unless the user gives a margin.
 _DEFAULT_MARGIN = 60.0
+# Stands for a call that is not known, or will not come. No count of calls reaches it.
+_NO_CALL = math.inf
 _DURATION = re.compile(
     r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)"
 )
@@ -81,13 +83,13 @@ class StopRequest:
         # The number of the call at which this rank is held. Before that call, is_due() only counts.
         # - 0: is_due() calls _decide() every time. So it is before the first call, and always if
         #   there is no reporter.
-        # - infinity: no rank is asked to stop.
+        # - _NO_CALL: no rank is asked to stop.
         self._held_call = 0.0
         # True from the first call of is_due() until this rank answers. A rank answers once, after
         # any rank is asked to stop. The ranks have agreed when all of them have answered.
         self._has_to_answer = False
-        # The call at which all ranks stop. Infinity until it is known.
-        self._agreed_call = math.inf
+        # The call at which all ranks stop. _NO_CALL until it is known.
+        self._agreed_call = _NO_CALL
         self._is_requested = False  # whether a signal has asked this rank to stop
         self._reads_ray = False  # whether Ray tells this rank of preemptions
         self._is_listening = False  # whether signals are noted: from the first call to close()
@@ -171,7 +173,7 @@ class StopRequest:
         # rank can answer, and this rank is not held any longer.
         if self._call_count < self._held_call or self._reporter is None:
             return False
-        return self._agreed_call == math.inf
+        return self._agreed_call == _NO_CALL
 
     def _listen(self) -> None:
         """Note signals from now on, and have the reporter's thread look for requests.
@@ -197,7 +199,7 @@ class StopRequest:
             )
         if self._reporter is not None:
             # From now on is_due() only counts, until _poll() finds a request and holds this rank.
-            self._held_call = math.inf
+            self._held_call = _NO_CALL
             self._has_to_answer = True
             self._reporter.polls.append(self._poll)
 
@@ -228,7 +230,7 @@ class StopRequest:
                 thread.
         """
         with self._answer_lock:
-            is_agreed = self._agreed_call < math.inf
+            is_agreed = self._agreed_call != _NO_CALL
             if self._reporter is None or is_agreed:
                 return
             try:
@@ -256,8 +258,7 @@ class StopRequest:
         # None until all ranks have answered.
         agreed_call = store.get_nowait("stop/agreed")
         if agreed_call is not None:
-            # _agreed_call is a float, since infinity stands for an unknown call.
-            self._agreed_call = float(agreed_call)
+            self._agreed_call = float(agreed_call)  # a float, as _NO_CALL is
 
     def _hold(self, store: JobStore) -> None:
         """Hold this rank at its next call of :meth:`is_due`, and answer the other ranks.

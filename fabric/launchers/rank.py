@@ -583,7 +583,7 @@ class SignalHandler:
         """
         if number == signal.SIGINT:
             return False
-        # Set in the loop, since another thread may remove the listeners meanwhile.
+        # The flag is set in the loop, since another thread may remove listeners meanwhile.
         has_listeners = False
         for listener in self.listeners:
             listener(number)
@@ -685,7 +685,7 @@ def _wake_on_signals(
         time.sleep(_WAKE_INTERVAL)  # usually enough for the main thread to run the handler
         # The handler replaces itself when it raises. While it is installed, it has not raised.
         while signal.getsignal(number) is handler:
-            # Called here, too, since it may take the main thread long to run the handler.
+            # This thread calls the listeners, too: the main thread may take long to do so.
             handler.notify(number)
             # Once a listener has been called, the signal is not sent again. The job saves because
             # of the signal, and afterwards there may be no listener, so that the handler would

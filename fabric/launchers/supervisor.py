@@ -410,7 +410,7 @@ class Supervisor:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        self._store = PrivateFile()  # through which the ranks find each other
+        self._store_file = PrivateFile()  # through which the ranks find each other
         self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
         # The signal with which a user asks for a report of what the ranks are doing.
@@ -462,7 +462,7 @@ class Supervisor:
             rank.stack_file.close()
         for file in self._result_files:
             file.close()
-        self._store.close()
+        self._store_file.close()
 
     def start(
         self,
@@ -522,7 +522,7 @@ class Supervisor:
             runs_script: whether the rank runs a script.
         """
         if world.port is None:  # no other store has been chosen for the ranks
-            world = replace(world, store=f"file://{self._store.path}")
+            world = replace(world, store=f"file://{self._store_file.path}")
         rank_environment = {
             **world.to_env(),
             **rank_variables(os.environ, world, available_cores(), sys.platform),
