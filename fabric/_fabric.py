@@ -1254,7 +1254,9 @@ class Fabric:
     ) -> T:
         """Reduce every tensor and number over the processes. Collective.
 
-        Sum and mean are differentiable. Python integers never wrap around.
+        Sum and mean are differentiable. Python integers never wrap around, and neither do sums of
+        tensors of integers with less than 64 bits. Sums of larger integers and products of tensors
+        wrap around, as in torch.
 
         Args:
             data: a tensor, a number, or any collection of them, with the same structure, dtypes and
@@ -1269,7 +1271,7 @@ class Fabric:
             The same collection, with new tensors of the same shapes on the same devices.
 
         Raises:
-            ConfigurationError: a leaf cannot be reduced.
+            ConfigurationError: a leaf cannot be reduced, or a sum does not fit into its dtype.
             CollectiveMismatchError: the calls differ between processes.
         """
         op = Reduce(reduce_op)
@@ -1295,7 +1297,8 @@ class Fabric:
             :meth:`all_reduce`.
 
         Raises:
-            ConfigurationError: a leaf cannot be reduced, or has another number of rows.
+            ConfigurationError: a leaf cannot be reduced, or has another number of rows; or a sum in
+                the row of this process does not fit into its dtype.
             CollectiveMismatchError: the calls differ between processes.
         """
         communicator = self._communicator("reduce_scatter", group)

@@ -15,6 +15,7 @@ from fabric import Fabric
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.testing import ThreadedWorld
 from tests.hostile.collectives import Unreadable
 from tests.ranks import outcome, run_in_ranks
 from tests.test_collectives import Metrics, local
@@ -88,6 +89,99 @@ def test_a_mean_of_an_integer_is_refused_also_where_one_rank_has_it() -> None:
         assert afterwards == "2"
     assert first[1].startswith("ConfigurationError")
     assert second[1].startswith("CollectiveMismatchError")
+
+
+# -- sums of small integers, which may not wrap ----------------------------------------------------
+
+SMALL_INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+)
+
+
+class SumsOfDtype(NamedTuple):
+    """What the reductions of tensors near the limits of a dtype return or raise, as numbers.
+
+    Attributes:
+        largest: the sum that is the largest number of the dtype.
+        least: the sum that is the least number of the dtype.
+        too_large: the outcome of a sum that is one larger.
+        row_too_large: the outcome of a reduce-scatter in which the sum for rank 0 is one larger.
+        long: the sum that the error suggests.
+        afterwards: the sum of ones in a later call.
+        has_same_dtype: whether a sum has the dtype of its summands.
+    """
+
+    largest: list[int]
+    least: int
+    too_large: str
+    row_too_large: str
+    long: list[int]
+    afterwards: int
+    has_same_dtype: bool
+
+
+def sums_of(fabric: Fabric, dtype: torch.dtype) -> SumsOfDtype:
+    limits = torch.iinfo(dtype)
+    add = partial(fabric.all_reduce, reduce_op="sum")
+    scatter = partial(fabric.reduce_scatter, reduce_op="sum")
+    # The largest number is odd: two halves and one.
+    half = limits.max // 2
+    summand = half
+    if fabric.global_rank == 1:
+        summand = half + 1
+    near_largest = torch.tensor([0, summand], dtype=dtype)
+    near_least = torch.tensor(limits.min // 2, dtype=dtype)
+    too_large = torch.tensor([half + 1, 0], dtype=dtype)
+    return SumsOfDtype(
+        largest=add(near_largest).tolist(),
+        least=int(add(near_least)),
+        too_large=outcome(lambda: add({"a": too_large, "b": 1.0})),
+        row_too_large=outcome(lambda: scatter(too_large)),
+        long=add(too_large.long()).tolist(),
+        afterwards=int(add(torch.ones((), dtype=dtype))),
+        has_same_dtype=add(near_largest).dtype == dtype,
+    )
+
+
+def sums_of_dtypes(fabric: Fabric) -> dict[torch.dtype, SumsOfDtype]:
+    return {dtype: sums_of(fabric, dtype) for dtype in SMALL_INTEGERS}
+
+
+def assert_sums_do_not_wrap(sums_by_rank: list[dict[torch.dtype, SumsOfDtype]]) -> None:
+    for rank, sums_by_dtype in enumerate(sums_by_rank):
+        for dtype, sums in sums_by_dtype.items():
+            limits = torch.iinfo(dtype)
+            assert sums.largest == [0, limits.max]
+            assert sums.least == limits.min
+            assert sums.has_same_dtype
+            message = f"ConfigurationError: all_reduce(..., reduce_op='sum') of {dtype}"
+            assert sums.too_large.startswith(message)
+            assert f"from {limits.min} to {limits.max}" in sums.too_large
+            assert "x.long()" in sums.too_large
+            assert sums.row_too_large.startswith("ConfigurationError") == (rank == 0)
+            assert sums.long == [limits.max + 1, 0]
+            assert sums.afterwards == 2
+
+
+def test_sums_of_small_integers_are_exact_or_an_error() -> None:
+    assert_sums_do_not_wrap(run_in_ranks(sums_of_dtypes))
+
+
+def test_sums_of_small_integers_over_threads_are_exact_or_an_error() -> None:
+    with ThreadedWorld(2) as world:
+        assert_sums_do_not_wrap(world.run(sums_of_dtypes))
+
+
+def test_a_sum_over_one_rank_is_its_summand() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        for dtype in SMALL_INTEGERS:
+            largest = torch.tensor(torch.iinfo(dtype).max, dtype=dtype)
+            assert torch.equal(fabric.all_reduce(largest, reduce_op="sum"), largest)
 
 
 # -- products of Python integers, which may not wrap ----------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fabric import Fabric
 from fabric.collectives import all_gather, all_reduce
-from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
+from fabric.collectives.buckets import wire_dtype
 from fabric.communicators import (
     Collective,
     Communicator,
@@ -356,12 +356,9 @@ class UntilFirstMessage(LocalCommunicator):
 
 def first_message(call: Sent, size: int, text: str) -> Collective:
     """Return what a rank of a group of a size sends first."""
-    wire_dtypes = MEAN_WIRE_DTYPES if call.reduce is Reduce.MEAN else WIRE_DTYPES
-    wire_dtype = wire_dtypes.get(call.dtype, call.dtype)
+    dtype = wire_dtype(call.dtype, call.reduce)
     description = CallDescription(call.operation.value, signature_text=text)
-    collective = Collective(
-        call.operation, ones_of(2, dtype=wire_dtype), call.reduce, call=description
-    )
+    collective = Collective(call.operation, ones_of(2, dtype=dtype), call.reduce, call=description)
     communicator = CheckedCommunicator(UntilFirstMessage(size), PendingSignatures())
     with pytest.raises(FirstMessage) as caught:
         communicator.run(collective)

@@ -671,6 +671,16 @@ def test_all_reduce_takes_any_number_of_gathered_rows(fabric: Fabric) -> None:
         assert reduced.tolist() == [rows, rows]
 
 
+def test_all_reduce_of_small_integers_over_the_replicas_is_exact_or_an_error(
+    fabric: Fabric,
+) -> None:
+    fabric.launch()
+    gathered = torch.tensor([[100], [100]], dtype=torch.int8)
+    assert fabric.strategy.all_reduce(gathered // 2, reduce_op="sum").tolist() == [100]
+    with pytest.raises(ConfigurationError, match="beyond the range of the dtype, from -128 to 127"):
+        fabric.strategy.all_reduce(gathered, reduce_op="sum")
+
+
 def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
     fabric.launch()
     strategy = fabric.strategy

@@ -11,6 +11,8 @@ collective. The order of the leaves is the order in which :func:`fabric.tree.fla
 - Python floats travel as float64, ints as int64, and complex numbers as complex128.
 - A dtype that a backend does not carry travels in a dtype that holds all its values. 16-bit floats
   whose mean is taken travel in float32, since their sum may overflow where the mean does not.
+  Integers of at most 32 bits whose sum is taken travel in a larger dtype, in which no sum wraps
+  around: a sum that does not fit their own dtype is an error.
 
 [Note: Chunks] A tensor of shape ``(size, *s)`` has a chunk of shape ``s`` for each rank. Its buffer
 has shape ``(size, n)``, so that the chunks of one rank lie together.
@@ -27,23 +29,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabric._torch import untracked_views
+from fabric._torch import FakeTensor, untracked_views
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.tree import Leaf, Structure, check_can_send, check_other_leaf, describe_keys, leaf_paths
 
 __all__ = [
-    "MEAN_WIRE_DTYPES",
-    "WIRE_DTYPES",
+    "SMALL_INTEGERS",
     "Bucket",
     "describe",
+    "fits_dtype",
     "pack",
     "pack_chunks",
+    "wire_dtype",
 ]
 
 # The dtype in which another dtype travels, since backends do not carry all dtypes. A conversion to
 # it and back returns every value. For uint64, large values become negative int64 values and back.
-WIRE_DTYPES = {
+_WIRE_DTYPES = {
     torch.bool: torch.uint8,
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -53,12 +56,23 @@ WIRE_DTYPES = {
 }
 # The dtype in which another dtype travels if its mean is taken, which begins with a sum. The sum of
 # 16-bit floats may overflow.
-MEAN_WIRE_DTYPES = {
-    **WIRE_DTYPES,
+_MEAN_WIRE_DTYPES = {
+    **_WIRE_DTYPES,
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
+# The dtype in which a smaller integer travels if its sum is taken. No sum over ranks wraps around
+# in it, so that fits_dtype() notices a sum that is beyond the smaller dtype.
+_SUM_WIRE_DTYPES = {
+    **_WIRE_DTYPES,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int32: torch.int64,
+}
+SMALL_INTEGERS = frozenset(
+    {torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32}
+)
 # The dtype in which a Python number of each type travels.
 _NUMBER_DTYPES = {
     float: torch.float64,
@@ -122,21 +136,19 @@ class Bucket:
             A contiguous tensor of shape ``(n,)``. For a bucket of :func:`pack_chunks`, which has no
             numbers, the shape is ``(num_chunks, n)``, and row i has chunk i of every tensor.
         """
-        wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-        # A dtype that is not in the table travels as it is.
-        wire_dtype = wire_dtypes.get(self.dtype, self.dtype)
+        dtype = wire_dtype(self.dtype, op)
         if self.stacked_tensors is not None:
             # This tensor is a copy already. Nothing reads its values later, so the caller may write
             # to it.
-            return self.stacked_tensors.to(device, wire_dtype)
+            return self.stacked_tensors.to(device, dtype)
         has_only_numbers = not self.tensors
         if has_only_numbers:
-            return self._number_tensor(op).to(device, wire_dtype)
+            return self._number_tensor(op).to(device, dtype)
         sections = [self._flatten_tensor(tensor.to(device)) for tensor in self.tensors]
         if self.numbers:
             sections.append(self._number_tensor(op).to(device))
         # torch.cat also copies a single section, and carries out a pending conjugation.
-        return torch.cat(sections, dim=-1).to(wire_dtype)
+        return torch.cat(sections, dim=-1).to(dtype)
 
     def unpack(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None = None) -> None:
         """Replace each leaf of this bucket by its result, a copy of a section of the buffer.
@@ -259,6 +271,36 @@ class Bucket:
             return
         for position, number in zip(self.number_positions, results, strict=True):
             leaves[position] = number
+
+
+def wire_dtype(dtype: torch.dtype, op: Reduce | None = None) -> torch.dtype:
+    """Return the dtype in which tensors of a dtype travel.
+
+    Args:
+        dtype: the dtype of the tensors.
+        op: the reduction of the tensors. None, the default, if nothing is reduced.
+    """
+    # A dtype that is not in the table travels as it is.
+    if op is Reduce.SUM:
+        return _SUM_WIRE_DTYPES.get(dtype, dtype)
+    if op is Reduce.MEAN:
+        return _MEAN_WIRE_DTYPES.get(dtype, dtype)
+    return _WIRE_DTYPES.get(dtype, dtype)
+
+
+def fits_dtype(sums: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether sums over ranks fit into the dtype of the summands. Waits for the device.
+
+    Args:
+        sums: the sums in the dtype in which the summands travel.
+        dtype: the dtype of the summands, one of ``SMALL_INTEGERS``.
+    """
+    # Fake tensors of a dry run have no values.
+    if not sums.numel() or isinstance(sums, FakeTensor):
+        return True
+    limits = torch.iinfo(dtype)
+    least, largest = torch.aminmax(sums)
+    return limits.min <= least.item() and largest.item() <= limits.max
 
 
 def pack(

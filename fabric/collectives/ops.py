@@ -25,7 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.collectives.buckets import Bucket, describe, pack, pack_chunks
+from fabric.collectives.buckets import (
+    SMALL_INTEGERS,
+    Bucket,
+    describe,
+    fits_dtype,
+    pack,
+    pack_chunks,
+)
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT, CallDescription, as_fabric_error
@@ -39,6 +46,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "reduce_scatter",
+    "sum_overflow_error",
 ]
 
 
@@ -320,11 +328,17 @@ def _run_for_buckets(
         peer: the source of a broadcast. None, the default, for other operations.
         call: the call of the user. Only the first collective sends its signature.
         detach: whether to cut the results off from the graph. Default: False.
+
+    Raises:
+        ConfigurationError: a sum is beyond the range of its dtype. Every rank that gets this sum
+            raises the error, after the collectives of all buckets.
     """
     # The results of these two operations have a row for each rank, which unpack() separates.
     num_ranks = None
     if operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
         num_ranks = communicator.size
+    is_sum_of_ranks = op is Reduce.SUM and communicator.size > 1
+    overflow_error = None
     for position, bucket in enumerate(buckets):
         if position > 0:
             # The first collective has compared the calls. Without a text, no signature is sent.
@@ -338,7 +352,12 @@ def _run_for_buckets(
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
+        may_overflow = is_sum_of_ranks and bucket.dtype in SMALL_INTEGERS
+        if may_overflow and not fits_dtype(result, bucket.dtype):
+            overflow_error = sum_overflow_error(operation.value, bucket.dtype)
         bucket.unpack(result, leaves, num_ranks)
+    if overflow_error is not None:
+        raise overflow_error
 
 
 def _answer_without_call(
@@ -472,6 +491,16 @@ def _positions_with_gradient(bucket: Bucket) -> list[int]:
         if tensor.requires_grad:
             positions.append(position)
     return positions
+
+
+def sum_overflow_error(operation: str, dtype: torch.dtype) -> ConfigurationError:
+    """Return the error for a sum over ranks that does not fit into the dtype of the summands."""
+    limits = torch.iinfo(dtype)
+    return ConfigurationError(
+        f"{operation}(..., reduce_op='sum') of {dtype}",
+        problem=f"a sum is beyond the range of the dtype, from {limits.min} to {limits.max}",
+        suggestion="x.long() in place of x",
+    )
 
 
 def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Bucket]) -> None:

@@ -38,7 +38,8 @@ from fabric._torch import (
     uncompiled,
 )
 from fabric.accelerators import Accelerator, AcceleratorName
-from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
+from fabric.collectives.buckets import SMALL_INTEGERS, fits_dtype, wire_dtype
+from fabric.collectives.ops import sum_overflow_error
 from fabric.communicators import Reduce, fold
 from fabric.communicators.base import ReduceName, ReduceOp
 from fabric.errors import ConfigurationError
@@ -448,7 +449,7 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
     process, and is returned unchanged.
 
     Raises:
-        ConfigurationError: the tensor has no rows.
+        ConfigurationError: the tensor has no rows, or a sum is beyond the range of the dtype.
     """
     if tensor.dim() == 0:
         return tensor
@@ -459,10 +460,12 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
         )
     # Some dtypes are reduced in a wider dtype, as in a reduction over processes. For example, a sum
     # in float16 may overflow although the mean would not.
-    wire_dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
-    wire_dtype = wire_dtypes.get(tensor.dtype, tensor.dtype)
-    rows = tensor.to(wire_dtype).unbind()
-    return fold(op, rows).to(tensor.dtype)
+    rows = tensor.to(wire_dtype(tensor.dtype, op)).unbind()
+    result = fold(op, rows)
+    may_overflow = op is Reduce.SUM and tensor.dtype in SMALL_INTEGERS
+    if may_overflow and not fits_dtype(result, tensor.dtype):
+        raise sum_overflow_error("all_reduce", tensor.dtype)
+    return result.to(tensor.dtype)
 
 
 def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Callable[..., Any]:
