@@ -222,7 +222,7 @@ def _cut_rows(
     # Tensors in a list are clones, so that a change of one result does not change the others.
     if lengths_of_ranks is None:
         if concat:
-            return rows
+            return rows  # the numbers of all ranks, in one dimension
         return [row.clone() for row in rows]
     tensors = [row[:length] for row, length in zip(rows, lengths_of_ranks, strict=True)]
     if concat:

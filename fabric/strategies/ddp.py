@@ -193,7 +193,7 @@ class DDPStrategy(ParallelStrategy):
         # torch itself reports some differences between the models only on some ranks, or not at
         # all.
         check_same_model(self.runtime.communicator, module, error=error)
-        _normalize_strides(module)
+        _normalize_strides(module)  # otherwise DDP's copy of buffers may fail
         if not _has_trainable_parameters(module):
             self._broadcast_state(module)
             return module
@@ -637,9 +637,9 @@ def _joined(wrappers: Sequence[DistributedDataParallel], divide_by_all: bool) ->
     join = Join(list(wrappers), divide_by_initial_world_size=divide_by_all)
     try:
         yield
-        # Takes part in the collectives of the other ranks until all are done. Join is not used in a
-        # with statement, since its __exit__ changes the warning filters of the process, which are
-        # restored here. Its __enter__ does nothing.
+        # Leaving Join takes part in the collectives of the other ranks until all are done. It also
+        # changes the warning filters of the process, which catch_warnings() restores. Entering Join
+        # would do nothing.
         with warnings.catch_warnings():
             join.__exit__(None, None, None)
     finally:

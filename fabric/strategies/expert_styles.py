@@ -116,7 +116,7 @@ def _sum_experts(
     is_elsewhere = top_k_index // num_local != mesh.get_local_rank()
     # The number num_local stands for no expert, and the module skips it.
     local_index = (top_k_index % num_local).masked_fill(is_elsewhere, num_local)
-    # This rank computes only the gradients through its own experts.
+    # This rank computes the gradients through its own experts, so they are summed over the ranks.
     local_weights = _with_summed_gradient(top_k_weights, mesh).masked_fill(is_elsewhere, 0.0)
     local_states = _with_summed_gradient(hidden_states, mesh)
     # The original method needs plain tensors. During the call, attributes of the module hide the
@@ -130,7 +130,7 @@ def _sum_experts(
     finally:
         for name in names:
             del attributes[name]
-    # The sum over the ranks, by an all-reduce.
+    # An all-reduce adds up the partial sums of the ranks.
     total = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
     return total.redistribute(placements=[Replicate()]).to_local()
 

@@ -315,6 +315,7 @@ class ModelParallelStrategy(FSDPStrategy):
             sharded_dimensions = ("data_parallel", "sequence")
         shard_meshes = [mesh[sharded_dimensions]]
         if "replicate" in dimensions:
+            # fully_shard() takes the first of two dimensions for the replicas.
             shard_meshes.insert(0, mesh["replicate"])
 
         # The runtime makes equal meshes only once. Most often, these two equal the mesh above.
@@ -441,10 +442,11 @@ class ModelParallelStrategy(FSDPStrategy):
         if self.parallelize_fn is not None:
             self._parallelize(root, self.parallelize_fn, topology.mesh)
         self._root = root
-        prepared = super().setup_module(module)  # calls _shard_module()
+        prepared = super().setup_module(module)  # calls _shard_module(), which reads _root
         self._root = None
         self._original_parameters = {}
         if topology.tensor_parallel_size > 1:
+            # parallelize_fn may end a part in another way than by a rowwise layer.
             streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
             streams.register_hooks(root)
             refuse_second_derivatives(root)

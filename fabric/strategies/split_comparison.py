@@ -213,6 +213,7 @@ class _Computation:
             differentiable,
             [leaf.tensor for leaf in self.leaves],
             output_gradients,
+            # Zeros for leaves that the result does not depend on.
             allow_unused=True,
             materialize_grads=True,
         )

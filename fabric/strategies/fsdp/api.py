@@ -244,7 +244,7 @@ class FSDPStrategy(ParallelStrategy):
 
         The strategy may be pickled afterward, to be sent to the processes of a launch.
         """
-        # Removed from the options for fully_shard.
+        # The other keyword arguments are options for fully_shard.
         precision_plugin = fsdp_kwargs.pop("precision_plugin", None)
         super().__init__(
             accelerator=accelerator,

@@ -438,6 +438,7 @@ def _holds_gathered(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
                 gathered.add(parameter)
     for parameter in parameters:
         local = local_tensor(parameter)
+        # FSDP2 frees a gathered parameter by emptying its storage.
         is_freed = local.numel() > 0 and local.untyped_storage().size() == 0
         if is_freed or local in gathered:
             return True
