@@ -426,7 +426,7 @@ class _Server:
             new_streams[0] = stdin
         status_pipe = Connection(status_fd)
         pid = os.fork()
-        if pid == 0:
+        if pid == 0:  # this process is the rank
             status_pipe.close()
             self._close_in_rank()
             _seed_generators()

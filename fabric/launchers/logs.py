@@ -98,6 +98,7 @@ class RankLogs:
         if self._tee_thread is not None:
             self._tee_thread.join()
         for rank in ranks:
+            # None for a killed rank that the system has not reaped in time.
             if rank.exit_code is None or rank.exit_code == 0:
                 continue
             if rank.failure is not None:

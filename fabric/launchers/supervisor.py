@@ -331,6 +331,7 @@ class RankProcess:
         busy, or if the time is unknown.
         """
         fields = read_stat(self.process.pid)
+        # The system gives the state of the main thread as that of the process.
         is_sleeping = fields.get(StatField.STATE) == "S"
         if not is_sleeping:
             return None
@@ -810,7 +811,7 @@ class Supervisor:
     def _wait_for_response(self, timeout: float, should_stop: Callable[[], object]) -> bool:
         """Wait, and return whether the running ranks may still end by themselves after a signal.
 
-        They may if a rank has noticed the signal, has ended during the wait, or uses the CPU.
+        This is so if a rank has noticed the signal, has ended during the wait, or uses the CPU.
         Otherwise all of them wait for each other in C++ code, where no signal is handled. See
         ``[Note: Unresponsive ranks]`` in supervisor.py.
 
