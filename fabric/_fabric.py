@@ -785,7 +785,8 @@ class Fabric:
         session = self._ensure_session("setup_optimizers")
         trained_optimizers = _without_schedulers(optimizers)
         with hide_frames:
-            session.check_setup(None, trained_optimizers)  # raises before anything has changed
+            # Raises before anything has changed.
+            session.check_setup(module=None, optimizers=trained_optimizers)
         session.setup_optimizers(trained_optimizers)
         return _single_or_tuple(*optimizers, scheduler)
 
@@ -976,10 +977,10 @@ class Fabric:
 
         Raises:
             UsageError: gradients would not be synchronized (see
-                :class:`fabric.module.FabricModule`); losses with and without a weight, or for
-                different optimizers, are added up in one gradient; all weights of a step are zero;
-                ``reduce="sum"`` where gradients are not averaged over all processes; or, in the
-                first steps, a loss with a weight is a mean. Or the loss has no gradient: it has
+                :class:`fabric.module.FabricModule`). Or losses with and without a weight, or for
+                different optimizers, are added up in one gradient. Or all weights of a step are
+                zero. Or ``reduce`` is ``"sum"``, and gradients are not averaged over all processes.
+                Or a loss with a weight is a mean, which only the first steps check. Or the loss has
                 several elements, or was not computed from a parameter.
             ArgumentTypeError: ``tensor`` is not a tensor.
             ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
@@ -1393,7 +1394,7 @@ class Fabric:
             ConfigurationError: a tensor has no entry for each sample of the batch.
         """
         session = self._ensure_session("gather_for_metrics")
-        # Only ranks that read different batches, so that each sample counts once.
+        # The group has only ranks that read different batches, so that each sample counts once.
         communicator = session.strategy._data_parallel_communicator()
         # The running loops know which samples of a batch repeat earlier samples.
         return gather_batch(communicator, session.active_loops, data, loader)
@@ -1409,7 +1410,7 @@ class Fabric:
             The result of ``metrics.compute()``, the same on every process.
         """
         session = self._ensure_session("compute_metrics")
-        # Only ranks that hold different samples, so that each sample counts once.
+        # The group has only ranks that hold different samples, so that each sample counts once.
         communicator = session.strategy._distinct_samples_communicator()
         return compute_metrics(communicator, metrics)
 

@@ -214,9 +214,11 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '
             "precision_plugin=",
         )
+        if num_nodes is None:
+            num_nodes = 1
         super().__init__(
             parallel_devices=parallel_devices,
-            num_nodes=1 if num_nodes is None else num_nodes,
+            num_nodes=num_nodes,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             sync_batchnorm=bool(sync_batchnorm),
@@ -270,6 +272,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         with Fabric(strategy=self) as fabric:
             # `self` is an argument, so that _run_spawned() gets its process's copy of the strategy.
             result = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
+        # The function has put these entries into the queue of process 0's copy of the strategy.
         self.mp_queue.extend(result.queue_entries)
         self._weights_of_process_0 = result.weights
         return result.value

@@ -293,7 +293,7 @@ def _hash_to_64_bits(*values: str | int) -> int:
 
 def _read_numpy_state() -> list[Any] | None:
     """Return the state of numpy's stream as plain values, or None if there is no stream yet."""
-    # The first access to numpy.random imports this module and creates the stream. Do not cause it.
+    # numpy.random is not imported here, since its import would create the stream.
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None

@@ -357,7 +357,7 @@ class CollectiveChecker:
             records: the records, by rank.
         """
         for rank, pid in ended_processes.items():
-            # A rank that is not missing has started the call just before its process ended.
+            # A rank that started the call before its process ended makes no error here.
             if rank in missing:
                 latest = _describe_latest_call(records[rank])
                 problem = f"rank {rank} does not call: its process (pid {pid}) has ended; {latest}"

@@ -177,7 +177,7 @@ class _TrainingPasses:
 
     def __init__(self, check: EqualDrawsCheck, module: nn.Module, title: str, key: str) -> None:
         self._check = check
-        # Weak, since the check of all modules holds this object: the user may drop the model.
+        # A weak reference, since the check holds this object, and the user may drop the model.
         self._module = ref(module)
         self._title = title
         self._key = key

@@ -229,8 +229,9 @@ class HangReporter:
                 lines = reasons_of_ended_ranks(self.store)
                 sleep(_PAUSE)
         report = self._report or ""
-        # After a deadlock, a rank has ended on purpose. The report says why.
-        if CANNOT_GO_ON in report:
+        # If the report proves a deadlock, fabric itself has ended a rank. The report says why.
+        proves_deadlock = CANNOT_GO_ON in report
+        if proves_deadlock:
             return _shorten(report)
         return "\n".join(lines)
 

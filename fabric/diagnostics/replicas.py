@@ -136,6 +136,7 @@ class WatchedObjects:
 
     def __init__(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler
+        # Each iterator gives the next object of its kind a number.
         self._module_numbers = count()
         self._optimizer_numbers = count()
         self._averages_numbers = count()

@@ -31,7 +31,7 @@ try:
     from hypothesis import strategies as st
 except ImportError as error:
     raise MissingDependencyError(
-        "hypothesis is not installed", 'pip install "torch-fabric[testing]"'
+        "hypothesis is not installed", suggestion='pip install "torch-fabric[testing]"'
     ) from error
 
 __all__ = [

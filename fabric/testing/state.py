@@ -48,7 +48,8 @@ class GlobalState(NamedTuple):
             # None also means the CPU. It is faster than "cpu", for which torch intercepts every
             # function.
             is_cpu = self.default_device.type == "cpu"
-            torch.set_default_device(None if is_cpu else self.default_device)
+            device = None if is_cpu else self.default_device
+            torch.set_default_device(device)
         torch.set_grad_enabled(self.is_grad_enabled)
         torch.set_num_threads(self.num_threads)
         torch.set_float32_matmul_precision(self.float32_matmul_precision)

@@ -581,8 +581,8 @@ class _Comparison:
             # Digests of random states can only be equal, not close.
             return True
         if key.kind == "option":
-            # The name is such as "foreach of group 0 of AdamW". Implementations of an optimizer,
-            # such as foreach, differ only in rounding.
+            # A name is, for example, "foreach of group 0 of AdamW". Implementations of an
+            # optimizer, such as foreach, differ only in rounding.
             option, _, _ = key.name.partition(" ")
             return option in _IMPLEMENTATIONS
         if _is_synchronized(left, right):

@@ -666,7 +666,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     communicator = session.runtime.communicator
     # An error of rank 0 in this block is raised on all ranks.
     with rank_zero_first(communicator):
-        if session.runtime.store.rank == 0:
+        if communicator.rank == 0:
             # The trace is written at the end. Opening the file now raises an error early.
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
