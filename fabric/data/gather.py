@@ -33,16 +33,16 @@ class _BatchSize(NamedTuple):
       dim of samples.
 
     Attributes:
-        entries: number of entries that remained in the order before these batches. Entries of the
-            batches beyond this number are repetitions. None: no entry is a repetition.
+        remaining_entries: number of entries that remained in the order before these batches.
+            Entries of the batches beyond this number are repetitions. None: no entry is one.
         samples_of_rank: number of samples in this rank's batch. None if unknown.
     """
 
-    entries: int | None
+    remaining_entries: int | None
     samples_of_rank: int | None
 
 
-_UNKNOWN_SIZE = _BatchSize(entries=None, samples_of_rank=None)
+_UNKNOWN_SIZE = _BatchSize(remaining_entries=None, samples_of_rank=None)
 
 
 class _BatchLayout(NamedTuple):
@@ -137,13 +137,13 @@ def _gather_leaves(
     joined: list[Any] = []
     for leaf, rank_values in zip(leaves, gathered, strict=True):
         if isinstance(leaf, Tensor):
-            leaf = join_ranks(rank_values, layout.size.entries)
+            leaf = join_ranks(rank_values, layout.size.remaining_entries)
         joined.append(leaf)
     return joined
 
 
 def _iteration_key(loop: ActiveLoop) -> str:
-    """Return a text that is equal on ranks whose batches are in the same order."""
+    """Return a text that is equal on ranks whose batches are in the same order. Errors show it."""
     if loop.spec.order_streams:
         # The order is drawn anew in each iteration.
         return f"of iteration {loop.position.epoch}"
@@ -288,7 +288,7 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     if spec.unit == "samples" and shard_length is not None:
         remaining = shard_length - position_before.received_batches * spec.entries_per_batch
         samples_of_rank = min(spec.entries_per_batch, remaining)
-    return _BatchSize(entries=entries, samples_of_rank=samples_of_rank)
+    return _BatchSize(remaining_entries=entries, samples_of_rank=samples_of_rank)
 
 
 def _order_length(spec: LoaderSpec) -> int | None:

@@ -102,10 +102,10 @@ class DataParallelJob:
         detector: records the start of each iteration. None if there are no other ranks.
         synchronize_rng: gives ranks that share a batch the same random streams. Called before
             each iteration. Collective among these ranks.
-        observe_batches: returns an iterator of the same batches, which observers such as a profile
-            see. Called with the batches of each iteration.
-        warns_of_repetitions: called at the end of a loop. Returns whether to warn if the loop has
-            counted samples twice.
+        observe_batches: wraps the iterator of batches of each iteration, so that observers such as
+            a profile see each batch.
+        should_warn_of_repetitions: called at the end of a loop. Returns whether to warn if the loop
+            has counted samples twice.
     """
 
     rank: int = 0
@@ -117,7 +117,7 @@ class DataParallelJob:
     detector: UnevenInputDetector | None = None
     synchronize_rng: Callable[[], None] = _do_nothing
     observe_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
-    warns_of_repetitions: Callable[[], bool] = _return_false
+    should_warn_of_repetitions: Callable[[], bool] = _return_false
 
 
 class _EpochTarget(NamedTuple):
@@ -238,9 +238,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             _seed_workers_by_rank(prepared, job.rank, spec)
         dataset_keeps_position = _dataset_keeps_position(loader, spec)
         if dataset_keeps_position and spec.batch_size is not None:
-            # collate_fn sees all samples of a batch, and so whether the dataset has ended.
+            # collate_fn gets all samples of a batch. A short batch shows that the dataset ended.
             collate_fn = _EndDetector(loader.collate_fn, spec.batch_size)
-            # Past the __setattr__ of a user's class.
+            # Not setattr(), which may call the __setattr__ of a user's class.
             object.__setattr__(prepared, "collate_fn", collate_fn)
         # torchdata's StatefulDataLoader keeps its own position. With a sampler of fabric, fabric
         # keeps the position.
@@ -261,7 +261,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             _loaded_position=None,
             # The position of the iteration that yielded a batch last, or that has begun since.
             _latest_position=None,
-            _has_warned=False,
+            _has_warned_of_repetitions=False,
             _epoch_targets=_find_epoch_targets(spec),
         )
 
@@ -287,8 +287,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             The position, which the iteration updates, and the batches.
         """
         if self._spec.uneven == "longest":
-            # Raises if a module has a SyncBatchNorm, whose statistics would count repeated batches.
-            self._job.lockstep.check_modules()
+            # The statistics of a SyncBatchNorm would count repeated batches.
+            self._job.lockstep.check_no_sync_batch_norm()
         self._follow_user_epoch()
         loaded_position = self._loaded_position
         self._loaded_position = None
@@ -715,9 +715,13 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         ``fabric.gather_for_metrics`` was called in the loop.
         """
         repeated = self._spec.repeated_entries(position)
-        if self._has_warned or repeated == 0 or not self._job.warns_of_repetitions():
+        if (
+            self._has_warned_of_repetitions
+            or repeated == 0
+            or not self._job.should_warn_of_repetitions()
+        ):
             return
-        self._has_warned = True
+        self._has_warned_of_repetitions = True
         spec = self._spec
         warnings.warn(
             f"this loop over {length_of(spec.order_source)} {spec.unit} computed no gradients, and "
@@ -853,7 +857,7 @@ def _seed_workers_by_rank(loader: DataLoader[Any], rank: int, spec: LoaderSpec) 
     if rank == 0 or spec.is_sharded_in_rounds:
         return
     seeding = WorkerSeeding(rank, loader.worker_init_fn)
-    # Past the __setattr__ of a user's class.
+    # Not setattr(), which may call the __setattr__ of a user's class.
     object.__setattr__(loader, "worker_init_fn", seeding)
 
 

@@ -171,7 +171,7 @@ class Lockstep:
         # Exchanges the flags. It has one worker, so that all ranks exchange them in the same order.
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
-    def check_modules(self) -> None:
+    def check_no_sync_batch_norm(self) -> None:
         """Raise a UsageError if a module has a SyncBatchNorm.
 
         Called at the start of a loop under ``uneven="longest"``. A repeated batch would count in
@@ -235,6 +235,7 @@ class Lockstep:
                     yield batch
             else:
                 yield batch
+            # Returns at once if marks_last_batch is true: the answer has been awaited above.
             has_batch = _wait_for_next(next_exchange, batch_number, total, choose)
         # Under "shortest", this rank may have batches left, which are not used. A rank without
         # batches checks that its loader has really ended.
@@ -385,10 +386,10 @@ def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -
     """
     # One message per rank.
     rows = group.run(Collective(Operation.ALL_GATHER, message, call=call)).tolist()
-    place_of_rank0 = rows[0][:2]  # its loop and its batch
+    loop_and_batch_of_rank0 = rows[0][:2]
     flags: list[_Flag] = []
     for loop, batch, has_next, remaining_count in rows:
-        if [loop, batch] != place_of_rank0:
+        if [loop, batch] != loop_and_batch_of_rank0:
             _raise_different_batches(rows)
         flags.append(_Flag(has_next, remaining_count))
     return flags

@@ -66,7 +66,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             )
         for metric in metrics_by_path.values():
             sent.append(_tensors_to_gather(metric))
-    # The exchange below raises this error on all ranks. Without it the others would wait forever.
+    # The exchange below raises this error on all ranks, which wait in the exchange.
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         problem = f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
         error = UsageError(call_text, problem)
@@ -245,7 +245,7 @@ def _metrics_in(value: Any) -> dict[str, Any]:
             # Any, since the types of torchmetrics are unknown here.
             collection: Any = module
             # Called for its side effect. Of the metrics in a compute group, torchmetrics updates
-            # only the first metric. This call gives the states of the first to the others.
+            # only the first metric. This call gives the states of the first metric to the others.
             collection.values(copy_state=False)
         elif isinstance(module, torchmetrics.Metric):
             metrics[path] = module

@@ -99,8 +99,8 @@ def check_saved_position(
 def warn_of_other_batches(saved: Mapping[str, Any], spec: LoaderSpec) -> None:
     """Warn if another number of ranks changes how many samples the ranks use in a step together.
 
-    The remaining samples are used nevertheless, but in another number of steps. Schedules that
-    count steps change, too.
+    The remaining samples are all used, but in another number of steps. Schedules that count steps
+    change, too.
 
     Args:
         saved: a saved position that has been checked.

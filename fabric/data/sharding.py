@@ -56,8 +56,8 @@ class SynchronizedStreams:
         All ranks call this method in the same sequence. Afterwards, the streams are as follows:
 
         - A generator continues from where ``action`` left it.
-        - A global stream of the process (of torch, numpy or Python) does the same if its state was
-          equal to rank 0's.
+        - A global stream of the process (of torch, numpy or Python) continues from there, too, if
+          its state before was equal to rank 0's.
         - A global stream whose state differed from rank 0's has its earlier state again, since
           ranks may differ on purpose.
         - If ``saved`` is given, all global streams have their earlier states again.

@@ -353,8 +353,8 @@ def _shard_iterable(
 def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
-    On one rank the sampler is replaced as well, so that fabric can save and replay the order. The
-    exception is a loader that saves a state of its own, see :func:`_saves_more_than_order`.
+    On one rank the sampler is replaced, too, so that fabric can save and replay the order. But a
+    loader that saves a state of its own keeps its sampler, see :func:`_saves_more_than_order`.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.

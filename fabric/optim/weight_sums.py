@@ -41,8 +41,8 @@ class WeightSums:
     """Adds up the loss weights of all ranks, and checks that the sum is valid.
 
     On CUDA, reading a sum would wait for the device, so an invalid sum (zero or not finite) is not
-    seen at once. An invalid sum makes the gradients zero, and :meth:`check` raises the error at the
-    next step or save.
+    seen at once. An invalid sum makes the gradients zero, and :meth:`check_last_sum` raises the
+    error at the next step or save.
 
     Args:
         runtime: the runtime of this process, with the ranks.
@@ -59,9 +59,9 @@ class WeightSums:
         self._device = runtime.device
         # Whether the last sum was valid: True, or a tensor on the CPU without dimensions. On CUDA,
         # the tensor can be read once the event below has been reached.
-        self._is_valid: Tensor | bool = True
-        # Recorded behind the copy of _is_valid from the device to the CPU. An event of torch.cpu
-        # does nothing.
+        self._is_last_sum_valid: Tensor | bool = True
+        # Recorded after this tensor's copy from the device to the CPU. An event of torch.cpu does
+        # nothing.
         device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
         self._validity_copy_event = device_module.Event()
 
@@ -115,17 +115,17 @@ class WeightSums:
             UsageError: the sum of the step before was not valid. Except on CUDA, the error is also
                 raised for the sum of this step.
         """
-        # Raises if the sum of the step before was not valid, before _is_valid is replaced below.
-        self.check()
+        # Raises if the sum of the step before was not valid.
+        self.check_last_sum()
         mean_weight = self._mean_over_ranks(weight)
         is_valid = (mean_weight > 0) & mean_weight.isfinite()
-        # On CUDA, this copy to the CPU does not wait for the device. check() waits for the event,
-        # which has to be recorded after the copy has begun.
-        self._is_valid = is_valid.to("cpu", non_blocking=True)
+        # On CUDA, this copy to the CPU does not wait for the device. check_last_sum() waits for the
+        # event, which has to be recorded after the copy has begun.
+        self._is_last_sum_valid = is_valid.to("cpu", non_blocking=True)
         self._validity_copy_event.record()
         if self.reads_at_once:
             # Without CUDA, reading does not wait, and the error is raised in this step.
-            self.check()
+            self.check_last_sum()
         # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). The factor
         # divisor / mean_weight makes it sum(gradients of losses) / sum(weights).
         return StepFactors(
@@ -133,16 +133,16 @@ class WeightSums:
             next_divisor=_power_of_two_above(mean_weight),
         )
 
-    def check(self) -> None:
+    def check_last_sum(self) -> None:
         """Raise a UsageError if the loss weights of the last step had no valid sum.
 
         Called at the next step and before a save. Waits until the sum of the last step is known.
         The error is raised once.
         """
         self._validity_copy_event.synchronize()
-        is_valid = bool(self._is_valid)
+        is_valid = bool(self._is_last_sum_valid)
         # Reset, so that the next call does not raise the same error again.
-        self._is_valid = True
+        self._is_last_sum_valid = True
         if not is_valid:
             raise UsageError(
                 f"an optimizer's step after weighted losses on rank {self._communicator.rank}",
