@@ -45,7 +45,7 @@ def clip_gradients(
     _check_limits(clip_val, max_norm, norm_type)
     parameters = list(parameters)
     grads: list[Tensor] = []
-    # torch clips gradients of one mesh in one call. The mesh of a plain tensor is None.
+    # A call of torch can clip only gradients of one mesh. The mesh of a plain tensor is None.
     parameters_by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

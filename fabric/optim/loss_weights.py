@@ -244,8 +244,8 @@ class LossWeights:
         reached_ids = self._gradient_watch.end_pass()
         if error is not None:
             return
-        # These optimizers are not those of the loss. If their gradients have changed, the loss has
-        # reached their parameters nevertheless.
+        # The loss is not for these optimizers. If their gradients have changed, the loss has
+        # reached their parameters by mistake.
         for optimizer, fingerprint_before in finished_pass.fingerprints.items():
             has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
             if has_reached or gradient_fingerprint(optimizer) != fingerprint_before:
@@ -344,9 +344,11 @@ class LossWeights:
             fingerprint = gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
             state.fingerprint = fingerprint
-            if self.weight_sums.reads_at_once or has_changed:
+            should_read_gradients = self.weight_sums.reads_at_once or has_changed
+            if should_read_gradients:
                 if _has_cleared_gradients(optimizer, state, has_changed):
                     _drop_window(state)
+            # A mark in place of a window has no weight that the device could set to 0.
             elif isinstance(window, _Window):
                 for grads in local_gradients(optimizer):
                     unread_flags[window].extend(map(is_cleared, grads))

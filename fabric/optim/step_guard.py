@@ -78,7 +78,7 @@ class _LossSpikes:
     """
 
     def __init__(self, spike: float | None) -> None:
-        self._spike = spike
+        self._max_deviations = spike
         self.mean = 0.0
         self.variance = 0.0
         self.num_losses = 0
@@ -86,7 +86,7 @@ class _LossSpikes:
     @property
     def is_enabled(self) -> bool:
         """Whether any finite loss can be too large."""
-        return self._spike is not None
+        return self._max_deviations is not None
 
     def reason_to_refuse(self, loss: float) -> str | None:
         """Return why a loss is too large. If not, count it in the running mean, and return None.
@@ -96,13 +96,13 @@ class _LossSpikes:
         Args:
             loss: the mean loss of all ranks, which is finite.
         """
-        assert self._spike is not None
+        assert self._max_deviations is not None
         distance = loss - self.mean
         deviation = math.sqrt(self.variance)
-        if self.num_losses >= _WARMUP_STEPS and distance > self._spike * deviation:
+        if self.num_losses >= _WARMUP_STEPS and distance > self._max_deviations * deviation:
             return (
-                f"the loss {loss:.4g} is more than {self._spike:g} deviations of {deviation:.4g} "
-                f"above the mean {self.mean:.4g}"
+                f"the loss {loss:.4g} is more than {self._max_deviations:g} deviations of "
+                f"{deviation:.4g} above the mean {self.mean:.4g}"
             )
         self.num_losses += 1
         # At first the mean of all losses, and then an exponential mean of about the last hundred.
@@ -200,10 +200,10 @@ class StepGuard:
         self._log_metrics = log_metrics
         self._refuses_nonfinite = nonfinite is not None
         self._patience = patience
-        self._log = None if log is None else Path(log)
+        self._log_path = None if log is None else Path(log)
         self._spikes = _LossSpikes(spike)
         self._samples_of_step = _SamplesOfStep(active_loops)
-        self._step = 0
+        self._step_number = 0
         self._num_refused = 0
         # The refused steps since the last step that was taken.
         self._refused_in_a_row: list[_RefusedStep] = []
@@ -245,7 +245,7 @@ class StepGuard:
                 raise it. The next call begins to count again.
         """
         models = _as_modules(model)
-        self._step += 1
+        self._step_number += 1
         reason = self._reason_to_refuse(loss, models, norm)
         if reason is None:
             self._refused_in_a_row.clear()
@@ -261,7 +261,7 @@ class StepGuard:
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the running mean, for a checkpoint."""
         return {
-            "step": self._step,
+            "step": self._step_number,
             "num_refused": self._num_refused,
             "mean": self._spikes.mean,
             "variance": self._spikes.variance,
@@ -270,7 +270,7 @@ class StepGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned. Refused steps in a row count from 0."""
-        self._step = state["step"]
+        self._step_number = state["step"]
         self._num_refused = state["num_refused"]
         self._spikes.mean = state["mean"]
         self._spikes.variance = state["variance"]
@@ -329,7 +329,7 @@ class StepGuard:
         )
         reports = self._communicator.gather_objects(report)
         refused_step = _RefusedStep(
-            step=self._step,
+            step=self._step_number,
             reason=reason,
             losses=[report.loss for report in reports],
             epoch=reports[0].epoch,
@@ -338,26 +338,26 @@ class StepGuard:
         self._num_refused += 1
         self._refused_in_a_row.append(refused_step)
         if self._communicator.rank == 0:
-            self._log_metrics({"bad_steps": self._num_refused}, self._step)
+            self._log_metrics({"bad_steps": self._num_refused}, self._step_number)
             self._append_to_log(refused_step)
             for rank, report in enumerate(reports):
-                _warn_of_nan_buffer(self._step, rank, report.nan_buffer)
+                _warn_of_nan_buffer(self._step_number, rank, report.nan_buffer)
 
     def _append_to_log(self, refused_step: _RefusedStep) -> None:
         """Append a line to the log, if there is one. Warn if the log cannot be written."""
-        if self._log is None:
+        if self._log_path is None:
             return
         # JSON has no NaN and no infinity, so they become strings.
         losses = [loss if math.isfinite(loss) else str(loss) for loss in refused_step.losses]
         # default=str: a sampler of the user may yield indices that JSON does not have.
         line = json.dumps({**refused_step._asdict(), "losses": losses}, default=str)
         try:
-            with open(self._log, "a") as file:
+            with open(self._log_path, "a") as file:
                 file.write(f"{line}\n")
         except OSError as error:
             # An error on this rank alone would leave the other ranks waiting. The warning names the
             # line of the user's call of accepts(), which is the fourth from here.
-            warnings.warn(f"step_guard(log={str(self._log)!r}): {error}: {line}", stacklevel=4)
+            warnings.warn(f"step_guard(log={str(self._log_path)!r}): {error}: {line}", stacklevel=4)
 
 
 def _as_modules(model: Any) -> list[FabricModule]:
