@@ -181,7 +181,7 @@ def _result_of(
     class_to_send = CheckpointError
     if type(error) in _ERROR_CLASSES:
         class_to_send = type(error)
-    # Only the message of failed_rank is sent. The other ranks need an argument nevertheless.
+    # Only failed_rank sends its message. Other ranks receive it, and their argument is not used.
     message = (f"{type(error).__name__}: {error}", class_to_send)
     text, error_class = communicator.broadcast_object(message, failed_rank)
     if error is not None:

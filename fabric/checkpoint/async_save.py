@@ -167,7 +167,7 @@ class StagingBuffers:
         if has_storage:
             copied = self._copy_in_buffer(local)
         else:
-            # clone() as well, since cpu() returns a CPU tensor itself.
+            # cpu() alone would return a CPU tensor itself, and not a copy.
             copied = local.clone().cpu()
         if is_dtensor(tensor):
             return dtensor_like(tensor, copied)

@@ -88,9 +88,8 @@ def consolidate(
         problem = "--key chooses the model for weights alone; other files hold all entries"
         raise ConfigurationError(request, problem)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # The scratch files are in the folder of the output, whose disk needs room for the output
-    # anyway.
-    # load() calls allocate() with a meta tensor for each tensor.
+    # load() calls allocate() with a meta tensor for each tensor. The scratch files are beside the
+    # output, whose disk needs room for the output anyway.
     allocate = partial(_scratch_tensor, request, output.parent)
     # load() adds fabric's metadata as one more entry.
     entries = reader.load(names_to_write, allocate)

@@ -208,12 +208,12 @@ class ShardGatherer:
         if self.communicator.size == 1:
             return
         # The communicator compares signature_text between the ranks. With reads_result, it does so
-        # before the gathers, and not at a later call. The reduced tensor is unused.
+        # before the gathers, and not at a later call. The tensor is unused.
         call = CallDescription(
             "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
         )
-        nothing = torch.zeros(1, device=self.communicator.device)
-        collective = Collective(Operation.ALL_REDUCE, nothing, Reduce.MAX, call=call)
+        unused = torch.zeros(1, device=self.communicator.device)
+        collective = Collective(Operation.ALL_REDUCE, unused, Reduce.MAX, call=call)
         self.communicator.run(collective)
 
     def _gather_shards(

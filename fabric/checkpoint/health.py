@@ -75,9 +75,9 @@ def _find_first_bad(
 ) -> BadTensor | None:
     """Return the first tensor that has a bad element, or None.
 
-    Only tensors whose norm is not finite are searched: all elements of the others are finite, and a
-    norm takes a tenth of the time of a search. All norms are computed before the first one is read,
-    so that this process waits for the device once.
+    A tensor is searched only if its norm is not finite: a finite norm shows that all elements are
+    finite, and takes a tenth of the time of a search. All norms are computed before the first one
+    is read, so that this process waits for the device once.
 
     Args:
         values: the tensors by name. Integers and values other than plain tensors are left out.
@@ -110,7 +110,7 @@ def _values_to_search(value: object) -> Tensor | None:
     """Return the tensor of this rank to search, or None if there is nothing to search.
 
     Values that are not tensors are not searched, nor are integers, which cannot be NaN. Sparse
-    tensors and those of another library's class may lack the operations, and are not searched.
+    tensors and tensors of another library's class may lack the operations, and are not searched.
     """
     if not isinstance(value, Tensor):
         return None

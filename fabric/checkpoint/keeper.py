@@ -149,7 +149,7 @@ class Checkpoints:
         """
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._running_session = running_session
-        self._keep = keep
+        self._num_to_keep = keep
         self._sets_unhealthy_apart = healthy
         # The last background save, which may be running.
         self._pending: PendingSave | None = None
@@ -174,10 +174,10 @@ class Checkpoints:
         # The metric that decides on the best checkpoint. None keeps no best checkpoint.
         self._best_metric: str | None = None
         # Whether the least value of this metric is the best, and not the largest.
-        self._is_least_best = False
+        self._is_lower_better = False
         if best is not None:
             self._best_metric, mode = best
-            self._is_least_best = mode == "min"
+            self._is_lower_better = mode == "min"
         # Only rank 0 writes into the folder. On the other ranks self._folder is None.
         self._folder, content_on_first = run_on_all_ranks(
             communicator, self._request, self._open_folder, job_files
@@ -187,16 +187,16 @@ class Checkpoints:
         self._metrics_by_checkpoint = content.metrics
         # By name of each unhealthy checkpoint, a clause about its bad tensor. The next unhealthy
         # save removes all earlier ones. A killed job may have left two.
-        self._unhealthy = content.unhealthy
+        self._unhealthy_reasons = content.unhealthy
         # The checkpoints that the text files name now, and the checkpoints that they named before
         # their last change. All of them stay: another process may have read such a name and not
         # opened the checkpoint yet.
         self._text_files = content.texts
         self._named_before_last_change: set[str] = set()
         # The number of the last save. The name of each checkpoint begins with its number.
-        newest_name = max([*self._metrics_by_checkpoint, *self._unhealthy], default="0")
+        newest_name = max([*self._metrics_by_checkpoint, *self._unhealthy_reasons], default="0")
         number_text, _, _ = newest_name.partition("-")
-        self._number = int(number_text)
+        self._last_save_number = int(number_text)
         # Update the text files: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
@@ -286,18 +286,20 @@ class Checkpoints:
             step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
             self._warn_if_never_best(request, step_on_first.metrics)
 
-            def check() -> None:
+            def check_before_save() -> None:
                 """Raise unless a save is allowed now, and all ranks save the same step."""
                 coordinator.check_before_save()
                 self._check_same_on_ranks(request, step_here, step_on_first)
 
-            # A coordinator for this save alone. It calls check() on each rank before it reads the
-            # state.
+            # A coordinator for this save alone. It calls check_before_save() on each rank before it
+            # reads the state.
             saving_coordinator = replace(
-                coordinator, check_before_save=check, finds_bad_tensors=self._sets_unhealthy_apart
+                coordinator,
+                check_before_save=check_before_save,
+                finds_bad_tensors=self._sets_unhealthy_apart,
             )
-            self._number += 1
-            name = f"{self._number:08}-step-{step_on_first.number}"
+            self._last_save_number += 1
+            name = f"{self._last_save_number:08}-step-{step_on_first.number}"
             snapshot = saving_coordinator.take_snapshot(self._path / name, state)
             bad_tensor = snapshot.bad_tensor
             if bad_tensor is None:
@@ -431,8 +433,8 @@ class Checkpoints:
         self._publish(communicator, {f"{name}.json": json.dumps(bad_tensor._asdict())})
         with self._removed_next_unless_saved(name, communicator):
             yield
-        self._stale_names.extend(self._unhealthy)
-        self._unhealthy = {name: str(bad_tensor)}
+        self._stale_names.extend(self._unhealthy_reasons)
+        self._unhealthy_reasons = {name: str(bad_tensor)}
         self._publish(communicator)
         # None in place of the path: Ray would restore the unhealthy checkpoint.
         _report_to_ray({"step": _step_number(name)}, None, communicator.rank)
@@ -473,7 +475,7 @@ class Checkpoints:
             self._named_before_last_change = set(self._text_files.values())
             self._text_files = texts
         retained = {
-            *undamaged[-self._keep :],
+            *undamaged[-self._num_to_keep :],
             *self._skipped_names,
             *self._named_before_last_change,
         }
@@ -544,7 +546,7 @@ class Checkpoints:
         value = metrics.get(self._best_metric, math.nan)
         if not math.isfinite(value):
             return None
-        if self._is_least_best:
+        if self._is_lower_better:
             return -value
         return value
 
@@ -636,7 +638,7 @@ class Checkpoints:
         each unhealthy checkpoint.
         """
         problems: list[str] = []
-        for name, reason in self._unhealthy.items():
+        for name, reason in self._unhealthy_reasons.items():
             # The names begin with the number of the save, so a newer checkpoint has a larger name.
             if name > newer_than:
                 problems.append(f"{self._path / name} is passed over: {reason}")
@@ -820,7 +822,7 @@ class _RunFolder:
         Raises:
             CheckpointError: another owner has taken the folder.
         """
-        self._lock.check()
+        self._lock.check_owner()
         for name, text in contents.items():
             # If the name is a link, the link is replaced, and not the file behind it.
             with atomic_write(self._path / name, follow_symlinks=False) as file:
@@ -899,7 +901,7 @@ class _FolderLock:
         self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
         if isinstance(folder, RemotePath):
             # An object store has no locks. The Checkpoints object that was made last owns the
-            # folder. check() of earlier Checkpoints objects raises.
+            # folder. check_owner() of earlier Checkpoints objects raises.
             with atomic_write(folder / _LOCK) as file:
                 file.write(self._owner)
             return
@@ -924,7 +926,7 @@ class _FolderLock:
         self._file.truncate(0)
         self._file.write(self._owner)
 
-    def check(self) -> None:
+    def check_owner(self) -> None:
         """Raise a CheckpointError if another object or job has taken the folder."""
         owner = self._read_owner()
         if owner == self._owner:

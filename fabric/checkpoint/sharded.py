@@ -317,7 +317,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
                 folder.rmdir()  # fails, and leaves the folder, if it holds anything else
         raise
     # The save is committed: clean() removes the files of older saves and renames the new files. If
-    # this fails, the checkpoint is valid nevertheless, and the next save calls clean() again.
+    # clean() fails, the checkpoint is still valid, and the next save calls clean() again.
     with suppress(OSError):
         clean(folder)
 
