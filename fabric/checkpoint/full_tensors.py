@@ -326,9 +326,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 def _describe_splits(value: Any) -> list[_Split] | None:
     """Return how a tensor is split along each dimension of its mesh.
 
-    Return None for a plain tensor, for a DTensor whose local part is a tensor subclass, and for a
-    placement that :func:`_split_along` cannot describe, such as a partial sum. All ranks get None
-    for the same tensors.
+    All ranks get None for the same tensors:
+
+    - a plain tensor,
+    - a DTensor whose local part is a tensor subclass,
+    - a DTensor with a placement that :func:`_split_along` cannot describe, such as a partial sum.
     """
     local = local_tensor(value)
     is_dtensor = local is not value
@@ -350,8 +352,10 @@ def _describe_splits(value: Any) -> list[_Split] | None:
 def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     """Return how a DTensor is split along a dimension of its mesh.
 
-    Return None for a partial sum. Return None also if the tensor dimension is split along an inner
-    dimension of the mesh, too, and the outer split came first.
+    None in two cases:
+
+    - The placement is a partial sum.
+    - An inner dimension of the mesh splits the same tensor dimension, and splits it second.
     """
     mesh = tensor.device_mesh
     placement = tensor.placements[mesh_dim]

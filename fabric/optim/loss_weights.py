@@ -538,7 +538,7 @@ class LossWeights:
         state = self._states.get(optimizer)
         had_weighted_gradients = state is not None and state.had_weighted_gradients
         has_weighted_closure = had_weighted_gradients and has_closure(args, kwargs)
-        # In both cases the backward pass is not over before the step. The error names both causes.
+        # In both cases the backward pass does not end before the step. The error names both cases.
         if is_within_backward or has_weighted_closure:
             self._refuse_step(
                 optimizer, problem=_PASS_WITHIN_STEP, suggestion=_STEP_WITHOUT_CLOSURE
