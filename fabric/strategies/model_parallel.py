@@ -511,12 +511,13 @@ class ModelParallelStrategy(FSDPStrategy):
         # The peers of a rank take part in its forward passes: they hold one copy of the model. The
         # ranks of a copy are consecutive, since "replicate" is the outermost dimension of the mesh.
         copy_size = topology.shard_mesh.size(-1) * topology.tensor_parallel_size
-        first_rank = rank // copy_size * copy_size
+        first_rank = rank - rank % copy_size
         ranks_of_copy = range(first_rank, first_rank + copy_size)
         contract = replace(super().gradient_contract(prepared), peers=lambda: ranks_of_copy)
         if not self._shards_parameters:
             # FSDP2's mixed precision casts nothing then. Fabric enters autocast instead.
             contract = replace(contract, casts=False)
+        # setup_module() has just built the comparison for this module.
         if self._comparison is not None:
             contract = replace(contract, add_first_pass_checks=self._comparison.add_to)
             self._comparison = None
@@ -534,6 +535,7 @@ class ModelParallelStrategy(FSDPStrategy):
             replicated=lambda: replicated,
             # The name of the set of ranks that compare these parameters.
             scope="parts of layers",
+            # The ranks of a layer have the same batch, and so the same loss.
             has_equal_losses=True,
             replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
             "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
