@@ -162,7 +162,7 @@ class ForkServer:
             except OSError as error:
                 return f"the fork server does not start: {error}"
             finally:
-                requests.settimeout(None)
+                requests.settimeout(None)  # no limit, as before
         if answer == b"":
             return "the fork server has failed"
         if answer == _NO_HAZARD:
@@ -525,7 +525,7 @@ def _find_shadowed_module(path_entry: str) -> str | None:
     if path_entry == "":
         return None
     for name, module in list(sys.modules.items()):
-        # Built-in modules are found before all entries of sys.path.
+        # Submodules are found by their package, and built-in modules before any entry of sys.path.
         if "." in name or name == "__main__" or name in sys.builtin_module_names:
             continue
         spec = PathFinder.find_spec(name, [path_entry])

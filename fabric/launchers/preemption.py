@@ -329,7 +329,8 @@ class StopRequest:
         # Compared by != and not by `is not`: every access to a method makes a new object.
         if signal.getsignal(number) != self._on_signal:
             return False
-        # The previous handler is None if it was installed from C. Python cannot restore it.
+        # The previous handler is None if it was installed from C. Python cannot restore such a
+        # handler, and so the default action takes its place.
         signal.signal(number, self._previous_handlers.get(number) or signal.SIG_DFL)
         return True
 

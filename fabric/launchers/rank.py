@@ -738,11 +738,11 @@ def _keep_operators() -> None:
     registry = weakref.finalize._registry  # pyright: ignore[reportAttributeAccessIssue]
     for finalizer in list(registry):
         alive = finalizer.peek()
-        if alive is None:
+        if alive is None:  # the finalizer has run already
             continue
         watched_object, _, _, _ = alive
         if isinstance(watched_object, library.Library):
-            finalizer.atexit = False
+            finalizer.atexit = False  # skips the finalizer at the exit
 
 
 def _flush_files(freeze_probe: list[Any] | None) -> None:
