@@ -28,6 +28,8 @@ QUERIES = {
     "ray": "long-runs",
     "preemption": "long-runs",
     "restarts": "long-runs",
+    "overnight": "long-runs",
+    "over night": "long-runs",
     "out of memory": "how-to/out-of-memory",
     "oom": "how-to/out-of-memory",
     "activation checkpointing": "how-to/out-of-memory",
