@@ -133,6 +133,9 @@ def test_a_report_that_ends_the_job_begins_with_the_proof_whichever_rank_request
         assert report.startswith(f"fabric: {proof}\n  rank {requester} of 4 has waited ")
         # The rank that has not reached the call need not be the one that has to make it.
         assert "reached by" not in report
+    reason = "a report was requested by a signal"
+    report = compose_report(states, 0, reason, deadlocked=range(4))
+    assert report.startswith(f"fabric: {proof}\n  {reason}\n")
 
 
 def test_a_report_by_signal_names_the_call_that_the_ranks_have_not_reached():
