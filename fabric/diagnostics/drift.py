@@ -341,9 +341,11 @@ def _find_single_element(difference: _Difference) -> _Element | None:
     groups = difference.groups
     if len(groups) != 2 or not difference.is_tensor:
         return None
-    sums = difference.by_rank[groups[0][0]].sums
-    other_sums = difference.by_rank[groups[1][0]].sums
-    delta, first_moment, second_moment = map(_signed_difference, sums[:3], other_sums[:3])
+    # The first rank of a group stands for the group.
+    first_group, second_group = groups
+    *sums, integers_per_element = difference.by_rank[first_group[0]].sums
+    *other_sums, _ = difference.by_rank[second_group[0]].sums
+    delta, first_moment, second_moment = map(_signed_difference, sums, other_sums)
     if delta == 0 or first_moment % delta != 0:
         return None
     position = first_moment // delta
@@ -351,7 +353,6 @@ def _find_single_element(difference: _Difference) -> _Element | None:
         return None
     # Positions are counted from 1.
     index = position - 1
-    integers_per_element = sums[3]
     magnitude = abs(delta)
     bit = ""
     is_power_of_two = magnitude & (magnitude - 1) == 0

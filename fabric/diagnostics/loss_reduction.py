@@ -192,7 +192,8 @@ class _LossGraph:
         """Return the reduction of a number that is the mean or the sum of a tensor."""
         inputs = _inputs(node)
         is_mean = _operation(node) == "Mean"
-        num_terms = math.prod(saved_option(node, "self_sym_sizes"))
+        shape = saved_option(node, "self_sym_sizes")  # of the tensor that is reduced
+        num_terms = math.prod(shape)
         if num_terms == 1:
             return self.reduction_of(inputs[0])
         if _operation(inputs[0]) in _LISTS:

@@ -211,7 +211,8 @@ class FlightRecorder:
         outer_phase = self.phase
         if outer_phase == STEP:
             # Either the step has raised, and torch has not called exit_step(). Or the step runs
-            # this phase in its closure. It issues no collectives afterwards, so its phase ends now.
+            # this phase in its closure, after which a step issues no collectives. So the phase of
+            # the step ends now.
             outer_phase = None
         self._outer_phases.append(outer_phase)
         self.phase = phase

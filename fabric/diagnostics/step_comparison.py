@@ -237,8 +237,8 @@ class StepComparison:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
         The rank that is in the later loop ran out of batches in the loop before. This is the rank
-        that has begun more iterations. In a tie, any rule will do by which both ranks name the same
-        rank: the number of batches in the iteration before, and then the number of the rank.
+        that has begun more iterations. Ties are decided by the number of batches in the iteration
+        before, and then by the number of the rank, so that both ranks name the same rank.
 
         Args:
             step: the number of the step.

@@ -148,8 +148,8 @@ class _FingerprintComparison:
 
         The loss is recorded only if it has to be equal on all ranks.
         """
-        # Other contracts do not count: an old model may be garbage that only some ranks have
-        # collected.
+        # The contracts of other models do not count: an old model may be garbage that only some
+        # ranks have collected.
         trained_ids = _ids(parameters_of(optimizer))
         trained_contracts: list[GradientContract] = []
         for contract in self._contracts:

@@ -559,8 +559,8 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         seconds = monotonic() - start
         if seconds >= limits.timeout:
             break
-        # Only ranks that compute have more time than idle_timeout. The list is made once, since a
-        # rank may reply between the two measurements.
+        # After idle_timeout, the call goes on only while its ranks compute. The list is made once,
+        # since a rank may reply between the two measurements.
         ranks = _ranks_without_reply(supervisor)
         cpu_before = processor_seconds(ranks)
         supervisor.collect_until(_IDLE_TIME, is_settled)

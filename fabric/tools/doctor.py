@@ -287,7 +287,7 @@ def _find_shadowing_paths(package: str, folders: set[Path]) -> Iterator[str]:
         package: the name of the package.
         folders: the folders of the package's installations, with links resolved.
     """
-    # A dict keeps the order, and holds a file only once that several entries of sys.path lead to.
+    # An ordered set: all values are None. Several entries of sys.path may lead to one file.
     shadowing_paths: dict[Path, None] = {}
     # The folder of a script comes first in its sys.path, and is often the working folder.
     for folder in (os.getcwd(), *sys.path):

@@ -256,7 +256,7 @@ class _Step:
         entry = self.ranks[0][key]
         if entry.reduction == "mean":
             total /= len(self.replicas)
-        # The digest is only compared to that of the other run, which is made here, too.
+        # This digest is compared only with the digest that this method returns for the other run.
         digest = Digest(hash=hash(total), square=total**2, sketch=(total,))
         return replace(entry, digest=digest)
 
@@ -457,7 +457,7 @@ class _Comparison:
         """Note a step in which the runs have other samples, or the same ones in another order."""
         if first.samples == second.samples:
             return
-        # The hash of a sample depends on its dtype.
+        # Equal samples of different dtypes have different hashes.
         if first.batch_dtypes() != second.batch_dtypes():
             return
         has_samples = any(first.samples) and any(second.samples)
