@@ -96,6 +96,7 @@ class Progress(Generic[T]):
         for name, value in self._read_metrics().items():
             fields.append(f"{name} {value:.4g}")
         fields.append(self._format_speed(num_batches, num_samples, seconds))
+        # False if the length is unknown, since total is then 0.
         has_estimate = num_batches > 0 and position < total
         if has_estimate:
             seconds_left = seconds / num_batches * (total - position)

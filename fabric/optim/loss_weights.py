@@ -244,8 +244,8 @@ class LossWeights:
         reached_ids = self._gradient_watch.end_pass()
         if error is not None:
             return
-        # The loss is not for these optimizers. If their gradients have changed, the loss has
-        # reached their parameters by mistake.
+        # The loss is not for these optimizers, but may have reached their parameters. Under FSDP,
+        # some passes call no hooks of parameters, so fingerprints are compared, too.
         for optimizer, fingerprint_before in finished_pass.fingerprints.items():
             has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
             if has_reached or gradient_fingerprint(optimizer) != fingerprint_before:
