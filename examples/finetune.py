@@ -135,6 +135,7 @@ def main() -> None:
         fabric.add_logger(build_logger(args.wandb))
     fabric.print(f"{fabric.world_size} x {batch_size} reviews a step, from step {step}")
 
+    model.train()  # from_pretrained() returns a model in evaluation mode
     while step < steps:
         for batch in train_loader:
             loss = model(**batch).loss

@@ -13,7 +13,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "finetune.md").read_text()
-SCRIPT, CHANGES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+# The script, and for a pretrained model the changes to its definitions and to its function main.
+SCRIPT, DEFINITIONS, LINES_OF_MAIN = re.findall(
+    r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+)
 COMMAND = [sys.executable, "-W", "error::UserWarning", "finetune.py", "--accelerator", "cpu"]
 # Seconds that a command may take.
 DEADLINE = 150
@@ -124,7 +127,7 @@ def test_the_script_stops_on_a_signal_resumes_and_can_be_started_after_its_end(
 
 def write_pretrained(folder: Path) -> None:
     """Write a small model and its tokenizer to the folder that the page names."""
-    name = re.search(r'NAME = "(.*)"', CHANGES)
+    name = re.search(r'NAME = "(.*)"', DEFINITIONS)
     assert name is not None
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film"]
     target = folder / name[1]
@@ -154,16 +157,13 @@ def write_reviews(path: Path, count: int) -> None:
 @pytest.mark.slow
 def test_the_changes_of_the_page_train_a_pretrained_model_on_files(tmp_path: Path) -> None:
     before, main, after = SCRIPT.partition("def main()")
-    script = f"{before}{CHANGES}\n\n{main}{after}"
-    replacements = {
-        "Reviews(3200, torch.Generator().manual_seed(1))": 'Reviews("train.csv")',
-        "Reviews(500, torch.Generator().manual_seed(2))": 'Reviews("test.csv")',
-    }
-    for text, replacement in replacements.items():
-        assert script.count(text) == 1
-        assert replacement in PAGE
-        script = script.replace(text, replacement)
-    write_script(tmp_path, script)
+    replaced_lines = (
+        "    train_data = Reviews(3200, torch.Generator().manual_seed(1))\n"
+        "    test_data = Reviews(500, torch.Generator().manual_seed(2))\n"
+    )
+    assert after.count(replaced_lines) == 1
+    after = after.replace(replaced_lines, LINES_OF_MAIN)
+    write_script(tmp_path, f"{before}{DEFINITIONS}\n\n{main}{after}")
     write_pretrained(tmp_path)
     write_reviews(tmp_path / "train.csv", count=128)
     write_reviews(tmp_path / "test.csv", count=33)
