@@ -186,8 +186,8 @@ class Fabric:
         loggers: a logger or a list of loggers that :meth:`log` writes to; see
             :mod:`fabric.loggers`.
         check_training: whether to check the first steps of each optimizer for parameters that do
-            not train and for replicas that drift apart. The check issues no collective and costs
-            nothing after these steps.
+            not train, for models that train in evaluation mode, and for replicas that drift apart.
+            The check issues no collective and costs nothing after these steps.
         check_replicas: whether to compare what ranks should hold alike: parameters, optimizers,
             averages, the loss scale. True compares in every :meth:`save`. An integer n also
             compares after every n backward passes that synchronize gradients, which is one pass for

@@ -330,6 +330,16 @@ MISTAKES = [
         "    optimizer.zero_grad()",
     ),
     Mistake(
+        "net = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()\n"
+        "net, sgd = fabric.setup(net, sgd_of(net))\n"
+        "fabric.backward(net(batch).mean()); sgd.step()",
+        "model.train() before the loop",
+        "net = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()\n"
+        "net, sgd = fabric.setup(net, sgd_of(net))\n"
+        "net.train()\n"
+        "fabric.backward(net(batch).mean()); sgd.step()",
+    ),
+    Mistake(
         "fabric.backward(loss); fabric.clip_gradients(model.parameters(), optimizer, max_norm=1.0)",
         "fabric.clip_gradients with this model",
         "fabric.backward(loss); fabric.clip_gradients(model, optimizer, max_norm=1.0)",

@@ -3,13 +3,23 @@
 import contextlib
 import os
 import re
+import sys
+import warnings
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["CallSite", "fold_frames", "is_user_code", "user_call", "user_frames", "user_line"]
+__all__ = [
+    "CallSite",
+    "fold_frames",
+    "is_user_code",
+    "user_call",
+    "user_frames",
+    "user_line",
+    "warn_user",
+]
 
 # Frames in these files are not user code: fabric, torch, and context managers around a call.
 _FABRIC = str(Path(__file__).parents[1]) + os.sep
@@ -70,6 +80,20 @@ def user_call(frame: FrameType | None) -> CallSite | None:
     if called_code is not None and called_code.co_filename.startswith(_FABRIC):
         function = called_code.co_name
     return CallSite(frame.f_code.co_filename, frame.f_lineno, function)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the nearest line of the user's code that calls fabric, directly or through torch.
+
+    A fixed ``stacklevel`` would not do in a hook of an optimizer: each learning rate scheduler of
+    torch adds a frame to ``optimizer.step()``.
+    """
+    stacklevel = 1  # this function
+    frame = sys._getframe()
+    while frame is not None and not is_user_code(frame):
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(message, stacklevel=stacklevel)
 
 
 def _is_user_file(file: str) -> bool:

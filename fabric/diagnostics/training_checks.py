@@ -16,12 +16,12 @@ and otherwise a warning at the last of these steps. Parameters outside of set-up
 replicas, since the user may synchronize them: they must not differ.
 
 One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer
-of parameters that a model no longer has, or a module or loader that is separate on each rank.
+of parameters that a model no longer has, or a module or loader that is separate on each rank. The
+hook also finds a module that is trained in evaluation mode.
 """
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -44,8 +44,10 @@ from fabric._torch import (
 )
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
+from fabric.diagnostics.call_site import warn_user
 from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.diagnostics.digest import digests
+from fabric.diagnostics.evaluation_mode_check import EvaluationModeCheck
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.optim.gradients import has_gradients
@@ -565,13 +567,10 @@ class TrainingChecks:
             )
         is_last_checked_step = self._comparison.steps == _CHECKED_STEPS - 1
         if is_last_checked_step and self._rank == 0:
-            warnings.warn(
+            warn_user(
                 f"no gradient has arrived in the first {_CHECKED_STEPS} steps of "
                 f"{self._class_name} at {names}: they are not trained; {_GATHER_WITH_GRADIENTS}, "
-                f"parameter.requires_grad_(False) for these, or {_TURN_OFF}",
-                # The line that calls optimizer.step(): past this method, _before_step and torch's
-                # wrapper of step().
-                stacklevel=4,
+                f"parameter.requires_grad_(False) for these, or {_TURN_OFF}"
             )
 
     def _check_some_gradient(self, trained_ids: set[int]) -> None:
@@ -609,13 +608,10 @@ class TrainingChecks:
         if had_backward or not trained_ids:
             return
         if self._step_calls == _CHECKED_STEPS and self._rank == 0:
-            warnings.warn(
+            warn_user(
                 f"{self._class_name} has made {_CHECKED_STEPS} steps without a backward pass, "
                 "which change nothing: fabric.backward(loss) before optimizer.step(), or "
-                f"{_TURN_OFF}",
-                # The line that calls optimizer.step(): past this method, _before_step and torch's
-                # wrapper of step().
-                stacklevel=4,
+                f"{_TURN_OFF}"
             )
 
     def _check_not_cleared(self, optimizer: Optimizer) -> None:
@@ -725,6 +721,8 @@ class _WindowCheck:
 class SetupChecks:
     """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
+    A set-up module that is trained in evaluation mode is found here, too.
+
     This object also starts the :class:`TrainingChecks` of each set-up optimizer.
     See ``[Note: Training checks]``.
 
@@ -763,6 +761,7 @@ class SetupChecks:
         self._check_setup = check_setup
         self._window_check = _WindowCheck(optimizers, open_micro_batch, store.rank)
         self._clipping_check = ClippingCheck(pending_change)
+        self._evaluation_mode_check = EvaluationModeCheck(contracts)
         # The number of calls of step() of all optimizers.
         self._step_calls = 0
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
@@ -860,6 +859,10 @@ class SetupChecks:
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
+        # The mode is the same on all ranks as a rule, so the first rank warns for all.
+        if self._store.rank == 0:
+            step = f"{type(optimizer).__name__}.step()"
+            self._evaluation_mode_check.check(_ids_with_gradient(trained), step, _TURN_OFF)
         if is_first_step and self._store.size > 1:
             if self._is_without_setup(trained):
                 self._check_replicas_without_setup(optimizer, trained)
@@ -947,15 +950,12 @@ class SetupChecks:
             )
 
     def _warn(self, problem: str) -> None:
-        """Warn that all ranks do the same work. Called two levels below :meth:`_before_step`.
+        """Warn that all ranks do the same work.
 
         Args:
             problem: what each process does, and what to write instead.
         """
-        message = f"of {self._store.size} processes {problem}; or {_TURN_OFF}"
-        # The line of torch that calls _before_step(): past this method, its caller and
-        # _before_step().
-        warnings.warn(message, stacklevel=4)
+        warn_user(f"of {self._store.size} processes {problem}; or {_TURN_OFF}")
 
 
 def check_same_model(
