@@ -476,11 +476,14 @@ class Communicator(ABC):
         expected = f"{argument} from 0 to {self.size - 1}"
         if is_message:
             expected = f"{expected}, but not {self.rank}, which is this rank"
+        suggestion = f"{argument}=0 for the first rank"
+        if is_message and self.rank == 0:
+            suggestion = ""  # the first rank is this rank
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
             problem=problem,
             expected=expected,
-            suggestion=f"{argument}=0 for the first rank",
+            suggestion=suggestion,
         )
 
     def _run_with_peer(
