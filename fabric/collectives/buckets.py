@@ -261,9 +261,10 @@ class Bucket:
             section = section.t()
         results = section.tolist()
         count = len(self.numbers)
-        if len(results) > count:
-            # This is a sum of integers. _number_tensor() has appended the upper 32 bits of each
-            # number, so the second half of the results has the sums of the upper 32 bits.
+        # In a sum of integers, _number_tensor() has appended the upper 32 bits of each number. The
+        # second half of the results then has the sums of the upper 32 bits.
+        has_upper_halves = len(results) > count
+        if has_upper_halves:
             results = list(map(_exact_sum, results[:count], results[count:]))
         if count == len(leaves):
             # A shortcut for a collection of numbers alone, whose order is that of the leaves.

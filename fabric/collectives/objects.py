@@ -57,7 +57,7 @@ class TensorMeta:
         self.is_on_cpu = tensor.device.type == "cpu"
         self.requires_grad = tensor.requires_grad and torch.is_grad_enabled()
 
-    def device(self, process_device: torch.device) -> torch.device:
+    def device_in(self, process_device: torch.device) -> torch.device:
         """Return the device of the tensor in a process whose device is ``process_device``."""
         if self.is_on_cpu:
             return torch.device("cpu")
@@ -68,7 +68,7 @@ class TensorMeta:
         return torch.empty(
             self.shape,
             dtype=self.dtype,
-            device=self.device(process_device),
+            device=self.device_in(process_device),
             requires_grad=self.requires_grad,
         )
 
@@ -259,7 +259,7 @@ def _unpack(message: Tensor, device: torch.device, src: int) -> Tree:
             # A view in another dtype needs an aligned address. The clone has one, whereas the
             # section of the message may begin anywhere.
             values = message[start:end].clone().view(leaf.dtype)
-            leaves[position] = values.reshape(leaf.shape).to(leaf.device(device))
+            leaves[position] = values.reshape(leaf.shape).to(leaf.device_in(device))
     return unflatten(structure, leaves)
 
 

@@ -378,8 +378,9 @@ def _answer_without_call(
     # Shown in reports in place of the call's arguments.
     arguments_text = f"nothing: {type(error).__name__}: {error}"
     buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-    # The signature of an empty text matches no other. It is compared at once if the result is read.
-    # See [Note: Signatures] in communicators/checked.py.
+    # The signature of an empty text matches no other. reads_result=True makes all ranks compare the
+    # signatures in this call, and not in a later one. See [Note: Signatures] in
+    # communicators/checked.py.
     call = CallDescription(
         operation.value, arguments=lambda: arguments_text, signature_text="", reads_result=True
     )

@@ -226,7 +226,7 @@ class Collective(NamedTuple):
             facts["shape"] = str(tuple(self.buffer.shape))
         return facts
 
-    def message(self, rank: int) -> Message:
+    def source_and_destination(self, rank: int) -> Message:
         """Return the source and the destination of a send or recv.
 
         Args:

@@ -145,12 +145,12 @@ class ProcessGroupCommunicator(Communicator):
         if self._is_gathered_directly(buffer):
             if copies is None:
                 copies = torch.stack([buffer] * self.size)
-            self._send_to_all(copies, output)
+            self._all_gather_by_all_to_all(copies, output)
         else:
             dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
         return output
 
-    def _send_to_all(self, copies: Tensor, output: Tensor) -> None:
+    def _all_gather_by_all_to_all(self, copies: Tensor, output: Tensor) -> None:
         """Gather small buffers of all ranks with an all-to-all of copies. Collective.
 
         Under gloo, this is faster than an all-gather, see :meth:`_is_gathered_directly`.

@@ -81,8 +81,8 @@ class RemainingBatches:
     def peek(self) -> Any:
         """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
         if not self._fetched:
-            # Until then, _read_state() returns this attribute, which is from before the previous
-            # fetch.
+            # Reset first: while the attribute is set, _read_state() returns it, and it is the state
+            # from before an earlier fetch.
             self.position.state_before_fetch = None
             # Without a count, has_next() fetches a batch to know whether there is one.
             is_fetched_ahead = self.count is None

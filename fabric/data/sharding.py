@@ -138,11 +138,11 @@ class ShardedSampler:
         self.num_replicas = num_replicas
         self.pads = pads
         self.position = EpochPosition(0)
-        self._streams = streams
+        self._synchronized_streams = streams
         self._batch_sampler = batch_sampler
 
-    def copy_without_batches(self, position: EpochPosition) -> "ShardedSampler":
-        """Return a copy for one iteration, which yields single entries instead of batches."""
+    def entry_sampler_at(self, position: EpochPosition) -> "ShardedSampler":
+        """Return a copy for the iteration at ``position``, which yields entries and no batches."""
         shard = copy.copy(self)
         shard.position = position
         shard._batch_sampler = None
@@ -180,15 +180,17 @@ class ShardedSampler:
         position = self.position
         has_drawn = _DRAW in position.drawn_states
         if has_drawn:
-            # The loader sets a new position before it iterates this object. So the user iterates
-            # the object directly, which must not change the loader's position.
+            # An iteration from this position has begun before. The loader sets a new position for
+            # each of its iterations, so this one is by the user, who iterates the object directly.
+            # It must not change the loader's position.
             position = EpochPosition(position.epoch)
         if self._batch_sampler is not None:
             return iter(self._batches(position))
         # A copy, so that later changes of this object do not affect the iterator.
-        shard = self.copy_without_batches(position)
+        shard = self.entry_sampler_at(position)
         # Some samplers draw random numbers in __iter__. If __iter__ is a generator function, its
-        # code first runs when the first item is asked for, and the phase _BEGIN draws nothing.
+        # code first runs when the first item is asked for. The phase _BEGIN then draws nothing, so
+        # no state is recorded.
         sampler_iter = getattr(type(self.sampler), "__iter__", None)
         if inspect.isgeneratorfunction(sampler_iter):
             order = iter(self.sampler)
@@ -224,9 +226,9 @@ class ShardedSampler:
         replay = EpochPosition(
             position.epoch, position.skipped_entries, states_to_replay=position.drawn_states
         )
-        streams = self._streams.streams
+        streams = self._synchronized_streams.streams
         present_state = streams.state()
-        entries = list(islice(self.copy_without_batches(replay), count))
+        entries = list(islice(self.entry_sampler_at(replay), count))
         streams.restore(present_state)
         return entries
 
@@ -234,7 +236,7 @@ class ShardedSampler:
         """Return a copy of the user's batch sampler that groups the entries of this shard."""
         # Any, since torch declares no ``sampler`` for a batch sampler.
         batch_sampler: Any = copy.copy(self._batch_sampler)
-        batch_sampler.sampler = self.copy_without_batches(position)
+        batch_sampler.sampler = self.entry_sampler_at(position)
         return batch_sampler
 
     def _draw_and_record(self, phase: str, action: Callable[[], T]) -> T:
@@ -247,7 +249,7 @@ class ShardedSampler:
             action: draws the numbers.
         """
         saved = self.position.states_to_replay.get(phase)
-        state, result = self._streams.run_synchronized(action, saved)
+        state, result = self._synchronized_streams.run_synchronized(action, saved)
         self.position.drawn_states[phase] = state
         return result
 
@@ -293,7 +295,7 @@ class ShardedSampler:
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
         next_round = list(islice(remaining, self.num_replicas))
-        global_streams = RandomStreams(self._streams.streams.global_streams)
+        global_streams = RandomStreams(self._synchronized_streams.streams.global_streams)
         return self._entries_by_round(
             next_round,
             remaining,

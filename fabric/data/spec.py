@@ -444,7 +444,8 @@ def _saves_more_than_order(loader: DataLoader[Any], sampler: Any) -> bool:
     """Return whether a stateful loader saves more than fabric could restore.
 
     Such a loader (torchdata's ``StatefulDataLoader``) saves the states of its sampler and dataset.
-    fabric saves only how to draw the order again, so on one rank the loader keeps its own sampler.
+    fabric saves only how to draw the order again, and would lose these states. So the caller leaves
+    the sampler alone on one rank.
     """
     is_stateful = hasattr(type(loader), "state_dict")
     if not is_stateful:
@@ -486,7 +487,7 @@ def _install_sampler(
     if are_samples_sharded:
         # torch iterates only the batch sampler. ``loader.sampler`` is for users and subclasses that
         # read it: it yields the samples of this rank, as a DistributedSampler does.
-        sampler = sharded_sampler.copy_without_batches(EpochPosition(0))
+        sampler = sharded_sampler.entry_sampler_at(EpochPosition(0))
         _replace_attribute(loader, "sampler", sampler)
 
 

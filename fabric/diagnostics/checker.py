@@ -353,7 +353,7 @@ class CollectiveChecker:
             call: the call of this rank.
             missing: the members that have not started the call.
             ended_processes: the ids of processes that have ended, by rank. They had ended before
-                the records were read.
+                the records were read, so a record without the call is final.
             records: the records, by rank.
         """
         for rank, pid in ended_processes.items():
@@ -456,8 +456,8 @@ class CollectiveChecker:
             self._raise_and_close(
                 call,
                 problem=f"ranks wait for each other in different calls:{calls}",
-                expected="calls of several groups, messages, and phases such as a backward pass, "
-                "in one order on all ranks",
+                expected="collectives of all groups, send and recv, and backward passes, in one "
+                "order on all ranks",
                 suggestion="no branch on the rank around any of them; of two ranks, one sends "
                 "while the other receives",
             )

@@ -484,7 +484,7 @@ class RecordedCommunicator(Communicator):
         if collective.operation in (Operation.SEND, Operation.RECV):
             # Only two ranks make the call, so each source and destination have a group of their
             # own.
-            message = collective.message(self.rank)
+            message = collective.source_and_destination(self.rank)
             group = f"{group} {message.source}>{message.destination}"
             members = [self._ranks[message.source], self._ranks[message.destination]]
         counts = self._recorder.counts

@@ -53,14 +53,15 @@ class Loop(NamedTuple):
         kind: what a sharded module runs: its class, and whether it runs without gradients. Empty
             for a module that is not sharded.
         iterations: the number of iterations that the rank has begun, over all loaders.
-        batches_of_previous: the number of batches in the iteration before, over any loader.
+        batches_of_previous_iteration: the number of batches in the iteration before, over any
+            loader.
     """
 
     loader: str
     iteration: int
     kind: str
     iterations: int
-    batches_of_previous: int
+    batches_of_previous_iteration: int
 
 
 class Step(NamedTuple):
@@ -246,15 +247,19 @@ class StepComparison:
             neighbor: the rank of the neighbor.
             neighbor_loop: the loop of the neighbor.
         """
-        order = (loop.iterations, loop.batches_of_previous, self._rank)
-        neighbor_order = (neighbor_loop.iterations, neighbor_loop.batches_of_previous, neighbor)
+        order = (loop.iterations, loop.batches_of_previous_iteration, self._rank)
+        neighbor_order = (
+            neighbor_loop.iterations,
+            neighbor_loop.batches_of_previous_iteration,
+            neighbor,
+        )
         early_rank = neighbor
         late_rank = self._rank
-        batches = neighbor_loop.batches_of_previous
+        batches = neighbor_loop.batches_of_previous_iteration
         if order > neighbor_order:
             early_rank = self._rank
             late_rank = neighbor
-            batches = loop.batches_of_previous
+            batches = loop.batches_of_previous_iteration
         self._raise_uneven_inputs(
             f"step {step} of rank {self._rank}",
             step=step,

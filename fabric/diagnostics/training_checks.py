@@ -338,7 +338,7 @@ class _FingerprintComparison:
         return remedy
 
 
-class _ClearedSteps:
+class _StepsWithClearedGradients:
     """Counts the steps before which the user has cleared all gradients of the backward pass.
 
     Once a step had gradients, no later step counts: the loop clears them at the right time. If an
@@ -410,11 +410,11 @@ class TrainingChecks:
         self._rank = store.rank
         self._check_accumulation = check_accumulation
         self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
-        self._cleared_steps = _ClearedSteps()
+        self._cleared_steps = _StepsWithClearedGradients()
         # The number of calls of step(), also of steps without gradients.
         self._step_calls = 0
         self._num_backward_passes = 0
-        # The number of steps in a row before which no parameter had got a gradient.
+        # The number of consecutive steps up to which no parameter has had a gradient.
         self._steps_without_gradient = 0
         # The ids of the parameters that have had a gradient so far. _record_gradients() adds them.
         self._ids_that_had_gradient: set[int] = set()

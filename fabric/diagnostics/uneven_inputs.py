@@ -67,14 +67,15 @@ class _Iteration:
         batch_count: the number of batches, as it is compared with the neighbors.
         position: the position of the iteration.
         number: the number of the iteration among those over all loaders, from 1.
-        batches_of_previous: the number of batches in the iteration before, over any loader.
+        batches_of_previous_iteration: the number of batches in the iteration before, over any
+            loader.
         is_end_noticed: whether :meth:`_Iterations.take_ended` has returned the iteration.
     """
 
     batch_count: BatchCount
     position: _Position
     number: int
-    batches_of_previous: int
+    batches_of_previous_iteration: int
     is_end_noticed: bool = False
 
 
@@ -83,14 +84,14 @@ class _Iterations:
 
     Attributes:
         latest: the iteration that began last. None before the first one.
-        with_latest_step: the iteration with the latest step. Not ``latest`` before the first batch
-            of ``latest``, and after a ``latest`` without steps, such as a validation. None before
-            the first step.
+        iteration_of_latest_step: the iteration with the latest step. Not ``latest`` before the
+            first batch of ``latest``, and after a ``latest`` without steps, such as a validation.
+            None before the first step.
     """
 
     def __init__(self) -> None:
         self.latest: _Iteration | None = None
-        self.with_latest_step: _Iteration | None = None
+        self.iteration_of_latest_step: _Iteration | None = None
 
     def enter_step(self) -> bool:
         """Record a step. Return whether it is the first step in its iteration.
@@ -99,20 +100,20 @@ class _Iterations:
         end. Otherwise, the step is still in the iteration before.
         """
         latest = self.latest
-        if latest is None or latest is self.with_latest_step:
+        if latest is None or latest is self.iteration_of_latest_step:
             return False
         position = latest.position
         is_running = position.received_batches > 0 and not position.is_finished
         if not is_running:
             return False
-        self.with_latest_step = latest
+        self.iteration_of_latest_step = latest
         return True
 
     def take_ended(self) -> list[_Iteration]:
         """Return the iterations that have ended since the latest call, the latest one first."""
         ended_iterations: list[_Iteration] = []
         # Both attributes may hold one iteration. It is added only once.
-        for iteration in (self.latest, self.with_latest_step):
+        for iteration in (self.latest, self.iteration_of_latest_step):
             if iteration is None or iteration.is_end_noticed or not iteration.position.is_finished:
                 continue
             iteration.is_end_noticed = True
@@ -141,7 +142,7 @@ class _StepCounter:
         # The number of counted steps that only peers take.
         self._unshared_steps = 0
 
-    def start(self) -> None:
+    def start_counting(self) -> None:
         """Count from now on. Called at the start of the first iteration."""
         self.early_steps = self._bypass.step_count - self._excluded_steps
         self._excluded_steps = self._bypass.step_count
@@ -222,24 +223,24 @@ class UnevenInputDetector:
         """
         batch_count = self._batch_counts.publish(loader, batches, shuffles)
         # An error may name the loop that ended before this one, and its number of batches.
-        batches_of_previous = 0
+        batches_of_previous_iteration = 0
         previous = self._iterations.latest
         if previous is not None:
-            batches_of_previous = previous.position.received_batches
+            batches_of_previous_iteration = previous.position.received_batches
         self._iterations.latest = _Iteration(
             batch_count=batch_count,
             position=position,
             number=self._batch_counts.iterations,
-            batches_of_previous=batches_of_previous,
+            batches_of_previous_iteration=batches_of_previous_iteration,
         )
         is_watching = self.check in self._recorder.checks
         if not is_watching:
-            self._steps.start()
+            self._steps.start_counting()
             # This check comes first. If a rank has run out of batches, the other checks would
             # report only that its collectives differ.
             self._recorder.checks = (self.check, *self._recorder.checks)
         # on_step() may have unregistered itself in an earlier iteration.
-        self._bypass.report_steps(self.on_step)
+        self._bypass.call_at_steps(self.on_step)
 
     def on_step(self, contract: GradientContract) -> None:
         """Raise if a neighbor will not take the step that this rank is about to take.
@@ -262,11 +263,12 @@ class UnevenInputDetector:
         if latest is None:  # no iteration has begun since the latest paused() block
             return
         is_first_step = self._iterations.enter_step()
-        # After earlier iterations of different lengths, ranks may be in different iterations now.
-        # may_differ is read before the counts of this iteration are compared below.
+        # Until compare() is called below, may_differ is about earlier iterations. If their lengths
+        # differed, ranks may be in different iterations now.
         had_equal_lengths = not self._batch_counts.may_differ
+        # A shuffling loader divides a new order over the ranks in each iteration.
         must_match_iteration = is_first_step and latest.batch_count.shuffles and had_equal_lengths
-        iteration_of_step = self._iterations.with_latest_step
+        iteration_of_step = self._iterations.iteration_of_latest_step
         if iteration_of_step is not None and iteration_of_step.batch_count.uncompared_neighbors:
             self._batch_counts.compare(iteration_of_step.batch_count)
         # The first step of an iteration shows whether a neighbor takes the step in another loop.
@@ -279,7 +281,7 @@ class UnevenInputDetector:
             )
             self._comparison.check_step(step, must_match_iteration)
         if self._can_skip_steps(contract):
-            self._bypass.report_steps(None)
+            self._bypass.call_at_steps(None)  # ends the calls of this method
 
     def check(self, entry: Entry, collective: Collective) -> None:
         """Compare progress before a collective over all ranks. A check of the flight recorder.
@@ -336,7 +338,7 @@ class UnevenInputDetector:
             contract: the contract of the module that takes the current step.
         """
         latest = self._iterations.latest
-        iteration_of_step = self._iterations.with_latest_step
+        iteration_of_step = self._iterations.iteration_of_latest_step
         if self._batch_counts.may_differ or latest is None or iteration_of_step is None:
             return False
         if iteration_of_step.batch_count.uncompared_neighbors:
@@ -395,5 +397,5 @@ def _loop(iteration: _Iteration, contract: GradientContract) -> Loop:
         iteration=iteration.batch_count.iteration,
         kind=kind,
         iterations=iteration.number,
-        batches_of_previous=iteration.batches_of_previous,
+        batches_of_previous_iteration=iteration.batches_of_previous_iteration,
     )

@@ -495,15 +495,15 @@ def _is_wrong(actual: Tensor, expected: Tensor, equality: _Equality) -> Tensor:
     )
     if not equality.signed_zeros:
         return ~is_close
-    return ~is_close | _is_other_zero(actual, expected)
+    return ~is_close | _differs_in_sign_of_zero(actual, expected)
 
 
-def _is_other_zero(actual: Tensor, expected: Tensor) -> Tensor:
+def _differs_in_sign_of_zero(actual: Tensor, expected: Tensor) -> Tensor:
     """Return a boolean for each element: whether one tensor has 0.0 and the other one -0.0."""
     if actual.is_complex():
         real_actual = torch.view_as_real(actual.resolve_conj())
         real_expected = torch.view_as_real(expected.resolve_conj())
-        return _is_other_zero(real_actual, real_expected).any(-1)
+        return _differs_in_sign_of_zero(real_actual, real_expected).any(-1)
     has_other_sign = actual.signbit() != expected.signbit()
     return (actual == 0) & (expected == 0) & has_other_sign
 

@@ -431,6 +431,7 @@ def _element_strategy(dtype: torch.dtype, float_options: _FloatOptions) -> st.Se
         limits = torch.iinfo(dtype)
         return st.integers(limits.min // 8, limits.max // 8)
     if float_options.exact:
+        # Multiples of 0.25, whose sums are exact.
         floats = st.integers(-16, 16).map(lambda quarters: quarters / 4)
     else:
         # Hypothesis draws floats that a type of this many bits can represent.

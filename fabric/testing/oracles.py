@@ -189,8 +189,8 @@ def gradients(
     A backward pass through fabric's collectives has this gradient.
 
     Args:
-        losses: takes the inputs of all ranks and returns the loss of each rank, of shape ``()``. It
-            uses the functions of this module in place of collectives.
+        losses: takes the inputs of all ranks and returns the loss of each rank, a tensor with one
+            element. It uses the functions of this module in place of collectives.
         inputs: one tensor per rank. They are not changed.
     """
     leaves: list[Tensor] = []

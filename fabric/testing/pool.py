@@ -396,7 +396,8 @@ class RankPool:
             self._end(grace=0.0)  # sets self._supervisor to None
         if self._supervisor is None:
             self._supervisor = Supervisor()
-            # The finalizer runs when the pool is garbage-collected, and when this process exits.
+            # The finalizer runs when the pool is garbage-collected, and when this process exits. By
+            # the process id, _close() knows a forked child, which must not end the ranks.
             self._finalizer = weakref.finalize(self, _close, os.getpid(), self._supervisor)
             self._start_ranks(self._supervisor)
         return self._supervisor

@@ -409,7 +409,7 @@ class ThreadCommunicator(Communicator):
             None on the sender, and the buffer on the receiver.
         """
         # Source and destination are ranks within the group.
-        source, destination = collective.message(self.rank)
+        source, destination = collective.source_and_destination(self.rank)
         sender = self._world_ranks[source]
         receiver = self._world_ranks[destination]
         queue = (self._name, "messages")  # separate from the queue of the collectives
