@@ -147,6 +147,7 @@ class Checkpoints:
         Collective. ``running_session(call)`` returns the session of the job. The other arguments
         are those of ``fabric.checkpoints``.
         """
+        # The user's call, for errors.
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._running_session = running_session
         self._num_to_keep = keep
@@ -618,7 +619,7 @@ class Checkpoints:
                 self._skipped_names.discard(name)
                 problems.extend(self._problems_of_unhealthy(newer_than=name))
                 return name
-        problems.extend(self._problems_of_unhealthy(newer_than=""))
+        problems.extend(self._problems_of_unhealthy(newer_than=None))
         if problems:
             request = f"restore from {str(self._path)!r}"
             raise CheckpointError(
@@ -630,17 +631,17 @@ class Checkpoints:
             )
         return None
 
-    def _problems_of_unhealthy(self, newer_than: str) -> list[str]:
+    def _problems_of_unhealthy(self, newer_than: str | None) -> list[str]:
         """Return a sentence about each unhealthy checkpoint that is newer than ``newer_than``.
 
         An unhealthy checkpoint contains bad values, such as NaN, and is never restored.
-        ``newer_than`` is the name of a checkpoint. If it is empty, the result has a sentence about
+        ``newer_than`` is the name of a checkpoint. If it is None, the result has a sentence about
         each unhealthy checkpoint.
         """
         problems: list[str] = []
         for name, reason in self._unhealthy_reasons.items():
             # The names begin with the number of the save, so a newer checkpoint has a larger name.
-            if name > newer_than:
+            if newer_than is None or name > newer_than:
                 problems.append(f"{self._path / name} is passed over: {reason}")
         return problems
 

@@ -30,7 +30,7 @@ _DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 # Dtypes that other programs write, by their names. Fabric's own files store them as bytes.
-_FOREIGN_DTYPES = {
+_DTYPES_OF_OTHER_PROGRAMS = {
     "C64": torch.complex64,
     "U16": torch.uint16,
     "U32": torch.uint32,
@@ -182,7 +182,7 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path.name} ends within its header")
     header = json.loads(bytes(tensor_bytes(content[_LENGTH_BYTES:data_start])))
     header.pop("__metadata__", None)  # the only item that is not a tensor
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()} | _FOREIGN_DTYPES
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()} | _DTYPES_OF_OTHER_PROGRAMS
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
         dtype = dtypes.get(entry["dtype"])
@@ -192,7 +192,8 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
         if data_start + end > size:
             raise ValueError(f"{path.name} ends within {name}")
         # Not a view of ``content``, which would have to begin at a multiple of the tensor's item
-        # size: other programs may begin a tensor at any byte.
+        # size: other programs may begin a tensor at any byte. A slice of a storage may, too, and it
+        # shares the memory of the storage.
         tensor_storage = storage[data_start + start : data_start + end]
         tensor: Any = torch.empty(0, dtype=dtype)
         tensors[name] = tensor.set_(tensor_storage, 0, entry["shape"])

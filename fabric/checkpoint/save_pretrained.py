@@ -37,7 +37,7 @@ from fabric.checkpoint.pretrained import (
     weights_name,
 )
 from fabric.checkpoint.safetensors import encode_header
-from fabric.checkpoint.sharded import context_on_one_rank, write_on_all_ranks
+from fabric.checkpoint.sharded import context_on_one_rank, run_with_write_errors_on_all_ranks
 from fabric.checkpoint.state import StateDicts
 from fabric.checkpoint.storage import locate
 from fabric.communicators import Communicator
@@ -108,8 +108,8 @@ class PretrainedSave:
                 self._write_file(folder, file, weights)
             if adapters:
                 self._write_adapters(folder, user_module, weights, adapters)
-            # Not write_on_all_ranks(), which would report an error of the user's config as an error
-            # of the file system.
+            # Not run_with_write_errors_on_all_ranks(), which would report an error of the user's
+            # config as an error of the file system.
             run_on_all_ranks(
                 self.communicator, self.request, self._finish, folder, files, user_module
             )
@@ -166,7 +166,9 @@ class PretrainedSave:
             # gather() yields the tensors in their order in the header. On ranks other than the
             # writer, `output` and `full` are None, and nothing is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
-                write_on_all_ranks(self.communicator, self.request, _write_values, output, full)
+                run_with_write_errors_on_all_ranks(
+                    self.communicator, self.request, _write_values, output, full
+                )
 
     def _write_adapters(
         self,
@@ -270,7 +272,8 @@ def _write_index(folder: Path, files: list[_WeightsFile]) -> None:
 def _save_config(folder: Path, user_module: nn.Module, files: list[_WeightsFile]) -> None:
     """Write the config and the generation config of a model of transformers.
 
-    Other modules have no config. ``files`` have the dtypes of the weights.
+    Other modules have no config. ``files`` are the files of the weights, whose dtype the config
+    names.
     """
     module: Any = uncompiled(user_module)
     config: Any = getattr(module, "config", None)

@@ -54,7 +54,7 @@ __all__ = [
     "clean",
     "context_on_one_rank",
     "remove_folder",
-    "write_on_all_ranks",
+    "run_with_write_errors_on_all_ranks",
 ]
 
 T = TypeVar("T")
@@ -128,22 +128,25 @@ class ShardedCheckpoint:
             CheckpointError: ``path`` is a file, holds an ``index.json`` that is not fabric's, or
                 cannot be written; or the ranks have different structures. If the save fails on one
                 rank, all ranks raise. What was at ``path`` is untouched.
-            ArgumentTypeError: a value in ``state`` is not plain, or is of a class that only code
-                can rebuild.
+            ArgumentTypeError: a value in ``state`` is not plain, or cannot be loaded without
+                unpickling.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
-        _refuse_memory_of_one_process(request, path, communicator)
+        _refuse_in_memory_path(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        # write_on_all_ranks() calls the step after the request, with the arguments after the step.
-        flat: FlatState = write_on_all_ranks(communicator, request, flatten_state, entries)
+        # run_with_write_errors_on_all_ranks() calls the step after the request, with the arguments
+        # after the step.
+        flat: FlatState = run_with_write_errors_on_all_ranks(
+            communicator, request, flatten_state, entries
+        )
         # The end of the block commits the save. If the block raises, the old checkpoint stays.
         with context_on_one_rank(communicator, 0, request, _replace_folder, request, path) as save:
             plan = None
             if save is not None:  # on rank 0
                 plan = _SavePlan(save.folder, save.id, flat.stored_names)
             plan = communicator.broadcast_object(plan, 0)
-            files = write_on_all_ranks(
+            files = run_with_write_errors_on_all_ranks(
                 communicator,
                 request,
                 _write_data_files,
@@ -155,7 +158,7 @@ class ShardedCheckpoint:
             )
             # Empty on all ranks but rank 0.
             files_of_ranks = gather_on_first(communicator, files)
-            write_on_all_ranks(
+            run_with_write_errors_on_all_ranks(
                 communicator,
                 request,
                 _write_index_on_first_rank,
@@ -213,7 +216,7 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def write_on_all_ranks(
+def run_with_write_errors_on_all_ranks(
     communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
 ) -> T:
     """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.
@@ -241,8 +244,9 @@ def context_on_one_rank(
     """Run a block on all ranks, and on one rank within a context such as an open file.
 
     Collective over ``communicator``. If the context cannot be entered, or fails at the end of the
-    block, every rank raises, with errors converted as by :func:`write_on_all_ranks`. If the block
-    raises on ``rank``, the context gets this error.
+    block, every rank raises, with errors converted as by
+    :func:`run_with_write_errors_on_all_ranks`. If the block raises on ``rank``, the context gets
+    this error.
 
     Args:
         communicator: the ranks.
@@ -262,12 +266,12 @@ def context_on_one_rank(
                 return None
             return stack.enter_context(make_context(*args))
 
-        yield write_on_all_ranks(communicator, request, enter_on_one_rank)
+        yield run_with_write_errors_on_all_ranks(communicator, request, enter_on_one_rank)
         # All ranks take part, so that all raise if the context fails at its end.
-        write_on_all_ranks(communicator, request, stack.close)
+        run_with_write_errors_on_all_ranks(communicator, request, stack.close)
 
 
-def _refuse_memory_of_one_process(request: str, path: Location, communicator: Communicator) -> None:
+def _refuse_in_memory_path(request: str, path: Location, communicator: Communicator) -> None:
     """Raise a CheckpointError if ``path`` is in the memory of one process and there are others.
 
     ``request`` is what the user asked for, for the error.

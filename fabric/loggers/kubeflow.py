@@ -35,7 +35,7 @@ class KubeflowLogger:
     is not set, as on a laptop, the logger does nothing.
 
     At most one request is sent in five seconds, by another thread, so that training does not wait.
-    The first request that fails is a warning.
+    Only the first failed request causes a warning.
 
     Args:
         total_steps: the number of steps of the whole training. The ``step`` of a logged metric

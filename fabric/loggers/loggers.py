@@ -291,7 +291,7 @@ class CSVLogger(_RunLogger):
         # Also true at the first write, before which _columns is empty.
         has_new_column = not row.keys() <= set(self._columns)
         if has_new_column:
-            self._columns = _rewrite_with_columns(path, row, is_sorted=sorts_columns)
+            self._columns = _rewrite_with_columns(path, row, sorts_columns=sorts_columns)
         with open(path, "a", newline="", encoding="utf-8") as file:
             # csv writes a float by repr(), which loses no digit. A missing metric is an empty cell.
             csv.DictWriter(file, self._columns).writerow(row)
@@ -463,11 +463,12 @@ def _hyperparams_as_json(params: Any) -> str:
     return json.dumps(_as_mapping(params), indent=2, default=str)
 
 
-def _rewrite_with_columns(path: Path, names: Iterable[str], *, is_sorted: bool) -> list[str]:
+def _rewrite_with_columns(path: Path, names: Iterable[str], *, sorts_columns: bool) -> list[str]:
     """Rewrite a CSV file so that it has columns of these names, and return all column names.
 
     The file need not exist. Its rows get empty cells in new columns. A last row without a newline
-    is dropped, since a crash has cut it short.
+    is dropped, since a crash has cut it short. ``sorts_columns`` puts the columns into alphabetical
+    order.
     """
     text = ""
     if path.exists():
@@ -479,7 +480,7 @@ def _rewrite_with_columns(path: Path, names: Iterable[str], *, is_sorted: bool) 
     old_names = rows.fieldnames or ()  # fieldnames is None if there is no header
     # A dict removes duplicates, and keeps the order.
     columns = list(dict.fromkeys([*old_names, *names]))
-    if is_sorted:
+    if sorts_columns:
         columns.sort()
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns)

@@ -229,7 +229,7 @@ class ExponentialMovingAverage(nn.Module):
         return weights
 
     def _averages_with_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Return a pair of an average and its weight for each weight of the model.
+        """Return each weight of the model with its average, as pairs ``(average, weight)``.
 
         For sharded weights, both tensors are this rank's shards.
 
@@ -243,7 +243,8 @@ class ExponentialMovingAverage(nn.Module):
             names = ", ".join(sorted(changed_names))
             raise UsageError(
                 "an average of the weights",
-                problem=f"these were added to the model or removed from it since: {names}",
+                problem="these were added to the model or removed from it after fabric.ema(model): "
+                f"{names}",
                 suggestion="fabric.ema(model) after such a change",
             )
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -77,7 +77,7 @@ def is_cleared(grad: Tensor) -> Tensor:
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     has_nonzero_elements = grad.any()
-    # A zero with a minus sign is the mark of mark_as_computed().
+    # mark_as_computed() writes -0.0 to mark a gradient of zeros as computed.
     has_minus_signs = grad.signbit().any()
     return ~(has_nonzero_elements | has_minus_signs)
 

@@ -295,8 +295,9 @@ class LossScaler:
                 suggestion="fabric.backward(loss), in place of loss.backward()",
             )
         state = self._states[optimizer]
-        state.was_skipped = self.unscale(optimizer)
-        if state.was_skipped:
+        has_overflow = self.unscale(optimizer)
+        state.was_skipped = has_overflow
+        if has_overflow:
             state.removed_gradients = _remove_gradients(optimizer)
 
     def _after_step(

@@ -317,7 +317,8 @@ def _reason_without_digest(tensor: Any) -> str:
 
 def _has_rows(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and not a DTensor, and has rows that can be hashed."""
-    is_plain = tensor.layout is torch.strided and not _reason_without_digest(tensor)
+    has_digest = _reason_without_digest(tensor) == ""
+    is_plain = tensor.layout is torch.strided and has_digest
     return is_plain and not hasattr(tensor, "placements") and tensor.dim() > 0
 
 
@@ -382,8 +383,9 @@ class Fingerprint(SessionObserver):
         self._thread = get_ident()
         self._has_other_ranks = session.runtime.world.world_size > 1
         self._models: list[_Model] = []
-        # Whether _record_start_once() has recorded the optimizers, and how many of the models.
-        self._has_recorded_start = False
+        # Whether _record_initial_state_once() has recorded the optimizers, and how many of the
+        # models.
+        self._has_recorded_initial_state = False
         self._num_recorded_models = 0
         # The id() of the first optimizer that was stepped. Its steps are the steps of the loop.
         self._first_optimizer_id: int | None = None
@@ -468,8 +470,8 @@ class Fingerprint(SessionObserver):
         """Yield the batches, and record each of them."""
         while True:
             if self._is_recording():
-                # The start is recorded first, since loading the batch may draw random numbers.
-                self._record_start_once()
+                # The state is recorded first, since loading the batch may draw random numbers.
+                self._record_initial_state_once()
             batch = next(batches, _END_OF_BATCHES)
             if batch is _END_OF_BATCHES:
                 return
@@ -479,14 +481,14 @@ class Fingerprint(SessionObserver):
                 self._recorder.record_samples(batch)
             yield batch
 
-    def _record_start_once(self) -> None:
+    def _record_initial_state_once(self) -> None:
         """Record the state in which training begins. Later calls add models set up since then.
 
         Every hook calls this method before it records, since the fingerprint does not know which
         computation of training comes first.
         """
-        if not self._has_recorded_start:
-            self._has_recorded_start = True
+        if not self._has_recorded_initial_state:
+            self._has_recorded_initial_state = True
             self._record_random_states("random state at the start")
             for optimizer in self._session.optimizers:
                 self._record_optimizer_state("optimizer state at the start", optimizer)
@@ -507,7 +509,7 @@ class Fingerprint(SessionObserver):
     ) -> None:
         """Record the inputs of a module."""
         if self._is_recording():
-            self._record_start_once()
+            self._record_initial_state_once()
             self._recorder.record("input", name, args)
             self._recorder.record("input", name, kwargs)
 
@@ -520,7 +522,7 @@ class Fingerprint(SessionObserver):
         """Record a loss before its backward pass, without the factor of the loss scaler."""
         if not self._is_recording():
             return
-        self._record_start_once()
+        self._record_initial_state_once()
         # A weighted loss is a sum over samples. The sum over all ranks is divided later by the
         # weights of all ranks.
         reduction = "mean"
@@ -576,7 +578,7 @@ class Fingerprint(SessionObserver):
             self._first_optimizer_id = id(optimizer)
         if not self._is_recording():
             return
-        self._record_start_once()
+        self._record_initial_state_once()
         title = self._title_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for option, value in group.items():

@@ -218,12 +218,14 @@ class Timeline(SessionObserver):
             return
         if not self._has_other_ranks:
             return
-        # A rank waits from its last gradient on.
+        # A rank may wait for other ranks from its last gradient on. Each gradient overwrites the
+        # time, so that the time of the last one remains.
         for parameter in contract.parameters().values():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
                 self._hooks.callback(handle.remove)
-        # DDP broadcasts the buffers before the forward of the user's module.
+        # DDP, which needs the forward pass, broadcasts the buffers before the forward of the user's
+        # module.
         has_buffers = next(contract.module.buffers(), None) is not None
         if contract.needs_forward and has_buffers:
             before_forward = contract.module.register_forward_pre_hook(self._record_buffers_wait)
