@@ -246,7 +246,8 @@ class Fabric:
                 stop_margin=stop_margin,
             )
         # A user at a prompt launches some seconds later. The fork server imports torch in this
-        # time. A script launches at once, and gains nothing.
+        # time. A script launches at once, and gains nothing. Without a world, this process is not
+        # a rank, and the launch will start the ranks.
         if self._plan.world is None and is_interactive():
             self._plan.launcher.warm_up()
         self._callbacks = as_list(callbacks)
@@ -256,7 +257,7 @@ class Fabric:
         self._should_measure_timings = timings
         self._seeding: _Seeding | None = None  # None until seed_everything() is called
         # True from seed_everything(per_rank="after_setup") until the next setup of a module.
-        self._has_to_separate_random_streams = False
+        self._has_to_seed_per_rank = False
         self._session: Session | None = None  # begun by _ensure_session()
         self._is_closed = False
 
@@ -743,7 +744,7 @@ class Fabric:
             session.check_setup(module, trained_optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device=move_to_device)
         session.setup_optimizers(trained_optimizers)
-        self._separate_random_streams(session)
+        self._seed_per_rank(session)
         return _single_or_tuple(model, *optimizers, scheduler)
 
     @overload
@@ -1741,7 +1742,7 @@ class Fabric:
         session = self._ensure_session("load")
         if rng:
             # This process keeps these streams if the checkpoint has no streams for it.
-            self._separate_random_streams(session)
+            self._seed_per_rank(session)
         with session.checkpoint_coordinator(phase="load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
@@ -1922,19 +1923,19 @@ class Fabric:
             rank = self._session.data_parallel_rank
         seed = seed_everything(seed, rank=rank, per_rank=per_rank is True)
         self._seeding = _Seeding(seed, workers, per_rank)
-        self._has_to_separate_random_streams = per_rank == "after_setup"
+        self._has_to_seed_per_rank = per_rank == "after_setup"
         return seed
 
-    def _separate_random_streams(self, session: Session) -> None:
+    def _seed_per_rank(self, session: Session) -> None:
         """Give each rank random streams of its own, if ``per_rank="after_setup"`` asks for it.
 
         Called after the setup of a module. Also called before a load, which then replaces the
         streams by those of the checkpoint, if any.
         """
-        if self._has_to_separate_random_streams:
+        if self._has_to_seed_per_rank:
             assert self._seeding is not None, "seed_everything() sets both"
             seed_rank(self._seeding.seed, session.data_parallel_rank)
-            self._has_to_separate_random_streams = False
+            self._has_to_seed_per_rank = False
 
     @property
     def logger(self) -> Any:

@@ -360,6 +360,7 @@ def _add_command(
         description: the text in the help of the subcommand.
     """
     parser = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
+    # ``run`` reports wrong options by options.parser.error().
     parser.set_defaults(command=run, parser=parser)
     return parser
 

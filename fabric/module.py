@@ -158,7 +158,8 @@ class FabricModule(nn.Module):
                 ``forward``.
         """
         user_module = self._fabric_uncompiled
-        name = str(getattr(method, "__name__", method))  # a text is the name itself
+        # A str has no __name__, so it is taken as the name.
+        name = str(getattr(method, "__name__", method))
         if name == "forward" or not callable(getattr(user_module, name, None)):
             raise ArgumentTypeError(
                 f"mark_forward_method({method!r})",

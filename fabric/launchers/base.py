@@ -292,10 +292,11 @@ def refuse_while_importing_main() -> None:
     the name ``__mp_main__``, as in ``multiprocessing``.
     """
     imported_script = sys.modules.get("__mp_main__")
-    # In a process that is not a rank, multiprocessing also adds the entry "__mp_main__", for the
-    # module whose name is "__main__".
+    # In a process that is not a rank, multiprocessing also adds the entry "__mp_main__". There the
+    # entry is an alias of the module "__main__", so its __name__ differs.
     is_imported_in_rank = getattr(imported_script, "__name__", None) == "__mp_main__"
-    # Once a rank has imported the script, multiprocessing enters it as "__main__", too.
+    # Once a rank has imported the script, multiprocessing also stores it as
+    # sys.modules["__main__"].
     has_import_finished = imported_script is sys.modules["__main__"]
     if is_imported_in_rank and not has_import_finished:
         raise UsageError(

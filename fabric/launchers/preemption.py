@@ -286,7 +286,8 @@ class StopRequest:
         is_last_answer = store.add("stop/answers", 1) == store.size
         if is_last_answer:
             # A rank that was closed before it was held has published no call. If there is no call
-            # at all, all ranks are closed, and the value does not matter.
+            # at all, all ranks are closed, and the value does not matter. No rank has passed the
+            # largest call, since each rank waits in its own held call.
             held_calls = store.read("stop/held", range(store.size)).values()
             store.set("stop/agreed", str(max(held_calls, default=0)))
 

@@ -613,6 +613,7 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     # A forked child must not write its own signals to the pipe of this process. -1 means no pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    # A signal is lost if it arrives in a call that cannot raise, such as a __del__ method.
     _repeat_lost_signals(handler, writing_end)
     main_thread = threading.get_ident()
     signal_thread = threading.Thread(

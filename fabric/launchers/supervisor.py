@@ -485,8 +485,8 @@ class Supervisor:
                 this process and have the work already.
             results: which ranks send back their results, as in
                 :class:`~fabric.launchers.LaunchSpec`.
-            variables: variables for the environment of the ranks. They are added to the variables
-                of the place and to :func:`rank_variables`.
+            variables: variables for the environment of the ranks. They are added to those of
+                :meth:`World.to_env` and of :func:`rank_variables`.
             runs_script: whether the ranks run a script. A rank that runs a function fails if it
                 exits before it returns.
         """
@@ -513,7 +513,7 @@ class Supervisor:
         user_variables: Mapping[str, str],
         runs_script: bool,
     ) -> tuple[RankConfig, PrivateFile]:
-        """Return the configuration of a rank, and the new file for its stack.
+        """Return the configuration of a rank, and the new file for its stack traces.
 
         Args:
             world: the place of the rank.

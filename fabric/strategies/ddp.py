@@ -227,6 +227,7 @@ class DDPStrategy(ParallelStrategy):
         if _has_trainable_parameters(root):
             copies_parameters = self.ddp_kwargs.get("init_sync", True)
             copies_buffers = self._broadcasts_buffers()
+            # DDP reads the names from the module that it wraps, which may be a compiled one.
             ignored = names_to_ignore_in_ddp(module)
         # For each tensor that cannot be written to, the code that gives it memory of its own.
         remedies: dict[str, str] = {}

@@ -102,7 +102,7 @@ class MappedMemory(DispatchMode):
 
     def __init__(self, warn: bool) -> None:
         """Check that the temporary folder has room. The mode starts when it is entered."""
-        DispatchMode.__init__(self)
+        super().__init__()
         # The storages in files, which may be freed before the mode ends.
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         # The bytes of the large tensors that operators have read or returned since _release_pages()
@@ -119,7 +119,7 @@ class MappedMemory(DispatchMode):
             )
 
     def __exit__(self, *error: Any) -> None:
-        DispatchMode.__exit__(self, *error)
+        super().__exit__(*error)
         self._release_pages()
 
     def __torch_dispatch__(

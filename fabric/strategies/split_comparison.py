@@ -124,7 +124,8 @@ class _Region:
         has_called_layers: whether a pass has called one of the rowwise layers.
         has_zero_weights: whether all rowwise weights are zero, as some models initialize them. The
             outputs are then equal, however the region is split.
-        is_compared: whether a pass with gradients has compared the region without a difference.
+        is_compared: whether a pass with gradients has compared the region without a difference, or
+            could not compare it because the ranks had different inputs.
     """
 
     path: str
@@ -138,7 +139,7 @@ class _Region:
     is_compared: bool = False
 
     @property
-    def all_lines(self) -> list[str]:
+    def all_plan_lines(self) -> list[str]:
         """The lines of the plan for all layers of the region."""
         lines: dict[str, None] = {}
         for lines_of_layer in self.lines.values():
@@ -188,21 +189,21 @@ class _Computation:
 
     Attributes:
         outputs: the outputs of the rowwise layers in the order of the calls, and of the region.
-        leaves: the unsplit parameters and the inputs that require a gradient.
+        gradient_inputs: the unsplit parameters and the inputs that require a gradient.
         result: the tensors in the output of the region.
     """
 
     outputs: list[_Quantity]
-    leaves: list[_Quantity]
+    gradient_inputs: list[_Quantity]
     result: list[Tensor]
 
     def gradients(self) -> list[_Quantity]:
-        """Return the gradients of the leaves for random gradients of the result.
+        """Return the gradients of the inputs for random gradients of the result.
 
         The random gradients are the same in every call.
         """
         differentiable = [tensor for tensor in self.result if tensor.requires_grad]
-        if not self.leaves or not differentiable:
+        if not self.gradient_inputs or not differentiable:
             return []
         output_gradients: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
@@ -211,16 +212,16 @@ class _Computation:
             output_gradients.append(gradient.to(tensor))
         gradients = torch.autograd.grad(
             differentiable,
-            [leaf.tensor for leaf in self.leaves],
+            [quantity.tensor for quantity in self.gradient_inputs],
             output_gradients,
-            # Zeros for leaves that the result does not depend on.
+            # Zeros for inputs that the result does not depend on.
             allow_unused=True,
             materialize_grads=True,
         )
         quantities: list[_Quantity] = []
-        for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            name = f"the gradient of {leaf.name}"
-            quantities.append(_Quantity(name, gradient, leaf.lines))
+        for quantity, gradient in zip(self.gradient_inputs, gradients, strict=True):
+            name = f"the gradient of {quantity.name}"
+            quantities.append(_Quantity(name, gradient, quantity.lines))
         return quantities
 
 
@@ -403,11 +404,13 @@ class SplitComparison:
             return
         self._is_comparing = True
         region.is_called = True
+        # Stays true if the ranks have different inputs: the region is then not tried again.
         was_computed = True
         try:
             inputs, _ = flatten((args, kwargs))
             # Neither modes of the user, such as a counter of FLOPs, nor an activation checkpoint
-            # around the region must see the computations.
+            # around the region must see the computations. FSDP modules inside the region stay
+            # gathered and prepare no backward pass, as in a recomputation.
             with (
                 without_dispatch_modes(),
                 saved_tensors_hooks(_unchanged, _unchanged),
@@ -767,20 +770,20 @@ def _compute_gradients(
 def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     """Compute a region as it is split.
 
-    The leaves are the parameters that are not split, and the inputs.
+    Gradients are computed of the parameters that are not split, and of the inputs.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
-    leaves: list[_Quantity] = []
+    gradient_inputs: list[_Quantity] = []
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
         # A split parameter is a DTensor.
         if tensor.requires_grad and _is_plain_and_dense(tensor):
-            leaves.append(_parameter_quantity(region, slot.parameter, tensor))
+            gradient_inputs.append(_parameter_quantity(region, slot.parameter, tensor))
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.module, outputs):
         # Not region.module(...), which would run the hooks of the module.
         result = region.module.forward(*new_args, **new_kwargs)
-    return _build_computation(region, result, outputs, [*leaves, *inputs])
+    return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
 
 
 def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
@@ -789,7 +792,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     Collective among the ranks of a layer.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
-    leaves: list[_Quantity] = []
+    gradient_inputs: list[_Quantity] = []
     # The parameters and buffers to compute with, by name.
     tensors: dict[str, Tensor] = {}
     # The full tensor of each parameter. All names of a parameter get the same tensor.
@@ -800,10 +803,10 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
         tensors[name] = full_tensors[parameter]
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        # The same leaves as in _compute_split().
+        # The same parameters as in _compute_split().
         if tensor.requires_grad and _is_plain_and_dense(tensor):
             full = full_tensors[slot.parameter].requires_grad_()
-            leaves.append(_parameter_quantity(region, slot.parameter, full))
+            gradient_inputs.append(_parameter_quantity(region, slot.parameter, full))
     for name, buffer in region.module.named_buffers():
         tensors[name] = buffer.detach().clone()
     weights = [tensors[f"{name}.weight"] for name in region.rowwise_layers]
@@ -811,7 +814,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.whole, outputs):
         result = functional_call(region.whole, tensors, new_args, new_kwargs)
-    return _build_computation(region, result, outputs, [*leaves, *inputs])
+    return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
 
 
 def _tensor_in_use(slot: ParameterSlot) -> Tensor:
@@ -826,14 +829,14 @@ def _parameter_quantity(region: _Region, parameter: nn.Parameter, tensor: Tensor
     """Return the tensor of a parameter of a region, with the name of the parameter."""
     for name, candidate in region.module.named_parameters():
         if candidate is parameter:
-            return _Quantity(region.describe(name), tensor, region.all_lines)
+            return _Quantity(region.describe(name), tensor, region.all_plan_lines)
     raise AssertionError("the parameter is in the region")
 
 
 def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantity]]:
-    """Return a copy of arguments, which a computation may change, and the leaves of its graph.
+    """Return a copy of arguments, which a computation may change, and the gradient inputs.
 
-    The leaves are the tensors of which gradients are computed. The copies depend on them.
+    The gradient inputs are the tensors of which gradients are computed. The copies depend on them.
     """
     leaves, structure = flatten(arguments)
     inputs: list[_Quantity] = []
@@ -849,7 +852,7 @@ def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantit
         if leaf.requires_grad and torch.is_grad_enabled():
             start.requires_grad_()
             name = f"input {number} of {region.path or 'the model'}"
-            inputs.append(_Quantity(name, start, region.all_lines))
+            inputs.append(_Quantity(name, start, region.all_plan_lines))
         # A clone is not a leaf of the graph, and so the module may change it in place.
         copies.append(start.clone())
     return unflatten(structure, copies), inputs
@@ -875,7 +878,7 @@ def _recorded_outputs(
 
 
 def _build_computation(
-    region: _Region, result: Any, outputs: list[_Quantity], leaves: list[_Quantity]
+    region: _Region, result: Any, outputs: list[_Quantity], gradient_inputs: list[_Quantity]
 ) -> _Computation:
     """Return the computation of a region that has this result.
 
@@ -883,7 +886,7 @@ def _build_computation(
         region: the region.
         result: the output of the region.
         outputs: the outputs of the rowwise layers. The tensors of the result are appended.
-        leaves: the unsplit parameters and the inputs that require a gradient.
+        gradient_inputs: the unsplit parameters and the inputs that require a gradient.
     """
     tensors: list[Tensor] = []
     result_leaves, _ = flatten(result)
@@ -891,8 +894,8 @@ def _build_computation(
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             tensors.append(leaf)
             text = f"the output of {region.path or 'the model'}"
-            outputs.append(_Quantity(text, leaf.detach(), region.all_lines))
-    return _Computation(outputs, leaves, tensors)
+            outputs.append(_Quantity(text, leaf.detach(), region.all_plan_lines))
+    return _Computation(outputs=outputs, gradient_inputs=gradient_inputs, result=tensors)
 
 
 # -- differences --------------------------------------------------------------------------------

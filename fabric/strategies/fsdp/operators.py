@@ -102,7 +102,7 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Fill a DTensor in place with random numbers, and return it.
+    """Fill a DTensor in place, for operators such as ``uniform_``, and return the DTensor.
 
     Each rank draws the numbers of the whole tensor, and keeps those of its shard. Collective if
     some ranks hold replicas of one shard, see :func:`_shard`.
@@ -115,7 +115,7 @@ def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return a DTensor of random numbers in the shape of another one.
+    """Return a DTensor of random numbers, for operators such as ``rand_like``.
 
     Each rank draws the numbers of the whole tensor, and keeps those of its shard. Collective if
     some ranks hold replicas of one shard, see :func:`_shard`.

@@ -311,6 +311,8 @@ def _has_children(module: nn.Module) -> bool:
 def _can_be_sharded(module: nn.Module) -> bool:
     """Return whether a module has parameters, and a forward method before which to gather them."""
     is_container = isinstance(module, _CONTAINERS)
+    # Another module without a forward method in its class may still be called: an instance may have
+    # a forward method of its own, and mark_forward_method() allows other methods.
     has_no_forward = type(module).forward is nn.Module.forward
     if is_container and has_no_forward:
         return False
