@@ -478,7 +478,9 @@ class Communicator(ABC):
             expected = f"{expected}, but not {self.rank}, which is this rank"
         suggestion = f"{argument}=0 for the first rank"
         if is_message and self.rank == 0:
-            suggestion = ""  # the first rank is this rank
+            suggestion = f"{argument}=1 for the next rank"
+            if self.size == 1:
+                suggestion = "Fabric(devices=2), which has another rank"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
             problem=problem,
