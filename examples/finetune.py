@@ -68,7 +68,6 @@ def build_model() -> BertForSequenceClassification:
         # 0.1 is usual. Without dropout, the losses do not depend on the number of processes.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        num_labels=2,
     )
     return BertForSequenceClassification(config)
 
@@ -164,6 +163,7 @@ def main() -> None:
             elif step % SAVE_EVERY == 0:
                 checkpoints.save(step, state)
 
+    assert checkpoints.best is not None  # each epoch has saved a checkpoint with its accuracy
     fabric.load(checkpoints.best, {"model": model}, strict=False)
     if fabric.is_global_zero:
         shutil.rmtree(f"{FOLDER}/model", ignore_errors=True)  # of an earlier start
