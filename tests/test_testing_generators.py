@@ -10,6 +10,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fabric.errors import ConfigurationError
 from fabric.testing import PerRank
 from fabric.testing import generators as gen
 from fabric.tree import flatten
@@ -156,6 +157,23 @@ def test_lengths_differ_in_ragged_tensors() -> None:
     tensors = find(ragged, has_two_lengths, settings=SHRUNK)
     lengths = [len(tensor) for tensor in tensors.values]
     assert sorted(lengths) == [0, 1]
+
+
+@pytest.mark.parametrize("shape", [(9,), gen.shapes(2, max_side=9, min_dims=1)])
+def test_ragged_tensors_are_as_long_as_the_shape_says(shape: Any) -> None:
+    ragged = gen.per_rank_tensors(2, shape=shape, ragged=True)
+
+    def has_longest(tensors: PerRank) -> bool:
+        return max(map(len, tensors.values)) == 9
+
+    assert has_two_lengths(
+        find(ragged, lambda drawn: has_longest(drawn) and has_two_lengths(drawn), settings=ONCE)
+    )
+
+
+def test_ragged_tensors_need_a_dimension() -> None:
+    with pytest.raises(ConfigurationError, match="has no length that may differ"):
+        find(gen.per_rank_tensors(2, shape=(), ragged=True), lambda _: True)
 
 
 def test_what_is_printed_can_be_pasted_and_has_the_strides() -> None:

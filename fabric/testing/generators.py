@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabric.errors import MissingDependencyError
+from fabric.errors import ConfigurationError, MissingDependencyError
 from fabric.testing.base import Pair, PerRank, Record
 from fabric.tree import Leaf, Tree, map_leaves
 
@@ -107,7 +107,8 @@ def dtypes(
     """Draw dtypes that a reduction is defined for.
 
     Args:
-        reduce_op: the name of the reduction. None draws any dtype that collectives support.
+        reduce_op: the name of the reduction. None draws any dtype that the collectives of fabric
+            support. Those of torch with gloo support fewer: they have no ``int16``, for example.
         integer_means: whether the dtypes of ``"mean"`` include integers. Fabric refuses to compute
             their mean. In :mod:`fabric.testing.oracles` it is a floating-point number.
     """
@@ -225,13 +226,25 @@ def per_rank_tensors(
         layout: as for :func:`tensors`. A layout is drawn for each rank.
         exact: as for :func:`tensors`.
         special_values: as for :func:`tensors`.
-        ragged: whether the length along dim 0 may differ between ranks. The shape then needs at
-            least one dimension.
+        ragged: whether the length along dim 0 may differ between ranks. The first number of the
+            shape is then the largest length, 3 by default.
+
+    Raises:
+        ConfigurationError: ``ragged`` is true, and the shape has no dimension.
     """
     default_shapes = _ANY_SHAPE
     if ragged:
         default_shapes = _SHAPES_WITH_ROWS
     common_shape = draw(_as_strategy(shape, default_shapes))
+    lengths = _LENGTHS
+    if ragged and shape is not None:
+        if not common_shape:
+            raise ConfigurationError(
+                f"per_rank_tensors({size}, shape={shape!r}, ragged=True)",
+                problem="a tensor of shape () has no length that may differ between ranks",
+                suggestion="shape=(9,), for up to 9 rows; shapes(min_dims=1)",
+            )
+        lengths = st.integers(0, common_shape[0])
     drawn_dtype = draw(_as_strategy(dtype))
     layouts = _as_strategy(layout, _ANY_LAYOUT)
     float_options = _FloatOptions(exact, special_values)
@@ -239,7 +252,7 @@ def per_rank_tensors(
     for _ in range(size):
         rank_shape = common_shape
         if ragged:
-            rank_shape = (draw(_LENGTHS), *common_shape[1:])
+            rank_shape = (draw(lengths), *common_shape[1:])
         rank_layout = draw(layouts)
         rank_tensors.append(draw(_tensors_of(drawn_dtype, rank_shape, rank_layout, float_options)))
     return PerRank(rank_tensors)
