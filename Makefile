@@ -17,9 +17,16 @@ help: ## list the targets
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
+# What the demo needs, a small part of what developers need.
+.venv/installed-for-demo: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[examples]'
+	touch $@
+
 install: .venv/installed ## create .venv and install everything
 
-demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
+demo: $(if $(wildcard .venv/installed),.venv/installed,.venv/installed-for-demo) ## train a small GPT on two CPU processes, in under two minutes
 	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
 proof: .venv/installed ## the same loop on 1 to 4 processes, and killed: how far the numbers differ, in two minutes
