@@ -148,8 +148,8 @@ def tensors(
     Args:
         dtype: the dtype, or a strategy for dtypes.
         shape: the shape, or a strategy for shapes. None uses :func:`shapes`.
-        layout: one of ``LAYOUTS``, or a strategy for layouts. None draws any of them. See
-            :func:`lay_out`.
+        layout: ``"contiguous"``, ``"strided"``, ``"transposed"``, ``"offset"`` or ``"expanded"``,
+            or a strategy for these names. None draws any of them.
         exact: whether sums are exact; see ``[Note: Exact values]`` at the top of the module.
             Otherwise floats are any numbers from -1,000 to 1,000.
         special_values: whether floats may also be -0.0, NaN and infinities.
