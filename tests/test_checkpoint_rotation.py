@@ -5,12 +5,14 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -498,11 +500,16 @@ READ_ERRORS = [
     OSError(errno.EMFILE, "Too many open files"),
     TimeoutError("the store does not answer"),
     RuntimeError("unable to mmap 4096 bytes from file: Cannot allocate memory (12)"),
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory."),
 ]
 
 
+NAMES_OF_READ_ERRORS = ["disk", "rights", "files", "store", "map", "memory", "device"]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("error", READ_ERRORS, ids=["disk", "rights", "files", "store", "memory"])
+@pytest.mark.parametrize("error", READ_ERRORS, ids=NAMES_OF_READ_ERRORS)
 def test_a_read_that_the_system_fails_is_tried_again_on_all_ranks(
     strategy: str, error: Exception, tmp_path: Path
 ) -> None:
@@ -521,6 +528,71 @@ def test_reads_that_fail_three_times_raise_on_all_ranks_and_cost_nothing(
         assert "the system has failed to read it: OSError: [Errno 5]" in report["text"]
         assert not report["has values"]
         assert report["steps"] == [1, 2]
+
+
+@contextmanager
+def one_free_descriptor() -> Iterator[None]:
+    """Let this process have one more open file at a time within the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+    descriptors = []
+    try:
+        with suppress(OSError):
+            while True:
+                descriptors.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(descriptors.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let this process have 10 MiB more of memory within the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages, *_ = Path("/proc/self/statm").read_text().split()
+    size = int(pages) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + 10 * 2**20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+LACKS = {"descriptors": one_free_descriptor, "memory": little_memory}
+
+
+def restore_in_want(lack: str, form: str, folder: Path) -> str:
+    """Restore a tensor of 40 MB while this process lacks something, and return what happens."""
+    with single(FORMATS[form]) as fabric:
+        checkpoints = fabric.checkpoints(folder)
+        for step in (1, 2):
+            checkpoints.save(step, {"table": torch.zeros(10_000_000)}, async_=False)
+        with LACKS[lack](), patch.object(save_load, "_PAUSES_BETWEEN_ATTEMPTS", (0.0, 0.0)):
+            text = outcome(lambda: checkpoints.restore({"table": None}))
+        # Nothing was passed over.
+        assert checkpoints.restore({"table": None}) == 2
+    return text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("lack", "form", "problem"),
+    [
+        ("descriptors", "file", "RuntimeError: unable to open file"),
+        ("memory", "file", "RuntimeError: unable to mmap"),
+        ("memory", "shards", "can't allocate memory"),
+    ],
+)
+def test_a_process_without_files_or_memory_to_read_with_finds_no_damage(
+    lack: str, form: str, problem: str, tmp_path: Path
+) -> None:
+    text = in_another_process(restore_in_want, lack, form, tmp_path)
+    assert text.startswith("UnreadableCheckpointError: ")
+    assert problem in text
 
 
 def open_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:

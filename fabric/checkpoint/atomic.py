@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.errors import (
     CheckpointError,
@@ -46,6 +48,11 @@ _SYSTEM_ERRORS = frozenset(
         errno.ENXIO,
     }
 )
+# torch raises a plain RuntimeError if the system refuses to open a file to map. The line ends with
+# the number of the system's error.
+_TORCH_FILE_ERROR = re.compile(r"unable to (?:open file|stat the file) <[^\n]*\((?P<number>\d+)\)")
+# What torch's plain RuntimeErrors say if the system refuses memory.
+_TORCH_MEMORY_ERRORS = ("unable to mmap", "can't allocate memory")
 
 
 @contextmanager
@@ -207,11 +214,11 @@ def read_errors(request: str) -> Iterator[None]:
     """Convert errors of torch and the file system in a load.
 
     The block must not run code of the user: an error of that code would be reported as damage.
-    ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
-    converted.
+    ``request`` is what the user asked for. Errors of fabric are not converted.
 
     Raises:
-        UnreadableCheckpointError: the system has failed to read. The checkpoint may be intact.
+        UnreadableCheckpointError: the system has failed to read, or lacks memory. The checkpoint
+            may be intact.
         DamagedCheckpointError: the block has raised any other error.
     """
     with _convert_errors(
@@ -242,8 +249,15 @@ def _is_of_system(error: Exception) -> bool:
         # Libraries for object stores raise these classes without an errno.
         is_connection = isinstance(error, PermissionError | ConnectionError | TimeoutError)
         return is_connection or error.errno in _SYSTEM_ERRORS
-    # torch raises a plain RuntimeError if the system refuses to map a file into memory.
-    return isinstance(error, RuntimeError) and "unable to mmap" in str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(words in text for words in _TORCH_MEMORY_ERRORS):
+        return True
+    file_error = _TORCH_FILE_ERROR.search(text)
+    return file_error is not None and int(file_error["number"]) in _SYSTEM_ERRORS
 
 
 def _first_line(error: Exception) -> str:
