@@ -405,6 +405,7 @@ def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
     port = free_port()
     has_joined = threading.Event()
     knows_end = threading.Event()
+    end_of_job: dict[str, Any] = {}
 
     def act_as_machine_1() -> None:
         store = store_of_machine_1(port)
@@ -415,8 +416,11 @@ def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
         while store.get_nowait("member/1") is None:
             time.sleep(0.01)
         has_joined.set()
-        while store.read("job", [0])[0]["exit_code"] is None:
+        state = store.read("job", [0])[0]
+        while state["exit_code"] is None:
             time.sleep(0.01)
+            state = store.read("job", [0])[0]
+        end_of_job.update(state)
         knows_end.set()
         store.publish("agent", asdict(replace(status, beat=1, has_read_end=True)))
 
@@ -429,7 +433,20 @@ def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
         assert has_joined.wait(DEADLINE)
         raise KeyboardInterrupt
     assert knows_end.is_set()
+    assert end_of_job["exit_code"] == 128 + signal.SIGINT
+    assert "machine 0" in end_of_job["notice"]
+    assert "was stopped by a signal" in end_of_job["notice"]
     machine_1.join(DEADLINE)
+
+
+def test_an_agent_that_waits_for_machine_0_ends_its_thread_when_the_command_is_stopped() -> None:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        NodeAgent(agent_config(node_rank=1, num_nodes=2, port=free_port())),
+    ):
+        assert "fabric-agent" in [thread.name for thread in threading.enumerate()]
+        raise KeyboardInterrupt
+    assert "fabric-agent" not in [thread.name for thread in threading.enumerate()]
 
 
 ENDS = {

@@ -644,9 +644,7 @@ class NodeAgent:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Leave the job. An error, such as Ctrl-C, ends the job on all machines."""
         if error_type is not None:
-            exit_code = 128 + signal.SIGINT
-            failure = "the command was stopped"
-            self._set_end(_NodeEnd(exit_code, is_interrupted=True, failure=failure))
+            self._set_end(_NodeEnd(exit_code=128 + signal.SIGINT, is_interrupted=True))
         self._should_leave = True
         self._agent_thread_wakeup.set()
         # If the thread waits for a machine that does not answer, it ends with this process.
