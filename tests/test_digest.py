@@ -195,6 +195,24 @@ def test_sketches_are_as_far_apart_as_the_tensors(distance, size):
     assert distance / 20 < estimate < 4 * distance
 
 
+def test_the_default_device_of_new_tensors_does_not_count():
+    values = torch.arange(24.0).reshape(4, 6)
+    chunks = [
+        Chunk([0, 0], values),
+        Chunk([0, 0], values.to_sparse()),
+        Chunk([1, 2], values[1:3, 2:5]),
+    ]
+    expected = [TABLES.packed_digest(chunk, values.shape) for chunk in chunks]
+    with torch.device("meta"):
+        tables = DigestTables()
+        actual = [tables.packed_digest(chunk, values.shape) for chunk in chunks]
+        digests = [unpack_digest(packed.tolist()) for packed in actual]
+        row_hashes = tables.row_hashes(values)
+    assert [packed.tolist() for packed in actual] == [packed.tolist() for packed in expected]
+    assert digests == [unpack_digest(packed.tolist()) for packed in expected]
+    assert torch.equal(row_hashes, TABLES.row_hashes(values))
+
+
 def test_digests_do_not_depend_on_the_release_of_torch_or_the_machine():
     tensor = torch.arange(200_000, dtype=torch.int32)
     digest = digest_of(tensor)

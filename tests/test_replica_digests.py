@@ -105,6 +105,13 @@ def test_a_digest_tells_words_whose_bits_are_all_flipped() -> None:
     assert digest(~values) != digest(values)
 
 
+def test_the_default_device_of_new_tensors_does_not_count() -> None:
+    tensors = [torch.arange(3000.0), torch.ones(3)]
+    with torch.device("meta"):
+        numbers = digests(tensors)
+    assert numbers == digests(tensors)
+
+
 def test_digests_are_in_the_order_of_the_tensors() -> None:
     tensors = [torch.ones(3), torch.zeros(0, 5), torch.zeros(())]
     assert digests(tensors) == [digest(tensor) for tensor in tensors]

@@ -135,7 +135,8 @@ def unpack_digest(numbers: Sequence[int]) -> Digest:
         numbers: the hash as a signed number, then the bits of the squared norm and of the sketch.
     """
     unsigned_hash = numbers[0] % 2**64
-    floats = torch.tensor(numbers[1:], dtype=torch.int64).view(torch.float64)
+    # The user may have set another default device.
+    floats = torch.tensor(numbers[1:], dtype=torch.int64, device="cpu").view(torch.float64)
     squared_norm, *sketch = floats.tolist()
     return Digest(hash=unsigned_hash, square=squared_norm, sketch=tuple(sketch))
 
@@ -282,7 +283,7 @@ def _flat_indices(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor
         coordinates: for each dimension, the coordinates of all elements. They are broadcast.
         shape: the shape of the tensor.
     """
-    indices = torch.zeros((), dtype=torch.int64)
+    indices = torch.zeros((), dtype=torch.int64, device="cpu")
     for coordinate, size in zip(coordinates, shape, strict=True):
         indices = indices.to(coordinate.device) * size + coordinate
     return indices
@@ -308,7 +309,8 @@ def _build_table(length: int, stream: int) -> _Table:
     # A row of keys, then the rows of weights. They use fewer numbers than 2**32, which the streams
     # are apart.
     count = (1 + SKETCH_SIZE) * length
-    numbers = _random_bits(torch.arange(count) + stream * 2**32).view(-1, length)
+    positions = torch.arange(count, device="cpu")
+    numbers = _random_bits(positions + stream * 2**32).view(-1, length)
     keys = numbers[0] | 1  # odd
     # 53 of the 64 bits are a number from 0 to 1 that float64 has exactly.
     uniform = _shift_right(numbers[1:], 11).to(torch.float64) / 2**53
