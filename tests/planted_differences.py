@@ -78,10 +78,12 @@ class Job:
     Attributes:
         difference: The beginning of the line that has to name the difference.
         note: A line of the report besides.
+        base: The job that this job is compared with. None: ``Job`` itself.
     """
 
     difference = ""
     note = ""
+    base: type["Job"] | None = None
     model: Any
     optimizer: Any
     seed = 0
@@ -256,6 +258,24 @@ class NoiseOfAWorker(Job):
     num_workers = 1
 
 
+class Noisy(Job):
+    noise = 0.1
+    num_workers = 1
+
+
+@planted("step 0, rank 0: batch[0]", "other samples from step 0")
+class OtherSeedOfAWorker(Noisy):
+    base = Noisy
+
+    def loader(self):
+        return DataLoader(
+            self.samples(),
+            batch_size=BATCH,
+            num_workers=self.num_workers,
+            worker_init_fn=torch.manual_seed,
+        )
+
+
 @planted("step 2, rank 0: batch[0]", "same samples, other order from step 2, in other batches")
 class BatchLeftOut(Job):
     def indices(self):
@@ -293,6 +313,28 @@ class LayerInOtherPrecision(Job):
 
     def round(self, module, args, output):
         return output.bfloat16().float()
+
+
+class WithLargeSum(Job):
+    """A job that adds the sum of many numbers, whose rounding depends on the order."""
+
+    def change(self, model):
+        self.numbers = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+        model.blocks[2].linear.register_forward_hook(self.add_sum)
+
+    def add_sum(self, module, args, output):
+        return output + self.numbers.sum()
+
+
+@planted("step 0, rank 0: output of blocks.2.linear", "other setting: threads of torch: 1, then 2")
+class OtherNumberOfThreads(WithLargeSum):
+    base = WithLargeSum
+
+    def run(self, fabric, folder):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        super().run(fabric, folder)
+        torch.set_num_threads(threads)
 
 
 @planted("step 0, rank 0: output of blocks.0")

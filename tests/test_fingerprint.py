@@ -77,6 +77,9 @@ def marked_jobs() -> list[Any]:
 @pytest.mark.parametrize("name", marked_jobs())
 def test_the_place_of_a_difference_is_named(name, base, tmp_path):
     job = JOBS[name]()
+    if job.base is not None:
+        base = tmp_path / "base"
+        run_alone(job.base(), base)
     run_alone(job, tmp_path / "other")
     result = compare_runs(base, tmp_path / "other")
     assert not result.is_equal
