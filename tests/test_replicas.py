@@ -149,9 +149,14 @@ def change_state(loop: Loop) -> None:
         local(slots["exp_avg"]).mul_(0.5)
 
 
+def reset_state(loop: Loop) -> None:
+    loop.optimizer.state.clear()
+    loop.step()
+
+
 # What one rank does, and a part of the error.
 DRIFTS: Mapping[Callable[[Loop], object], str] = {
-    skip_scheduler: "lr of AdamW differs: 0.0",
+    skip_scheduler: "lr of AdamW differs: ",
     clip_harder: "have stepped with different gradients",
     leave_out_step: "the number of optimizer steps since then differs: ",
     step_twice: "the number of optimizer steps since then differs: ",
@@ -161,10 +166,13 @@ DRIFTS: Mapping[Callable[[Loop], object], str] = {
     skip_average: "the number of updates of the averages of Masked differs: ",
     change_parameter: "no other parameter differs: it was changed outside of optimizer.step()",
     change_state: "exp_avg of first.weight of Masked in AdamW differs",
+    reset_state: "the number of steps in the state of the optimizer differs: ",
 }
 
 
-def save_after_drift(fabric: Fabric, folder: Path, names: list[str]) -> dict[str, str]:
+def save_after_drift(
+    fabric: Fabric, folder: Path, names: list[str], steps: int = STEPS
+) -> dict[str, str]:
     """Return what happens to a run of each kind of drift, which saves at its end."""
     outcomes: dict[str, str] = {}
     drifts: dict[str, Callable[[Loop], object]] = {drift.__name__: drift for drift in DRIFTS}
@@ -177,7 +185,7 @@ def save_after_drift(fabric: Fabric, folder: Path, names: list[str]) -> dict[str
 
         def run(name: str = name) -> None:
             loop = Loop(fabric, norm)
-            loop.run(drifts.get(name))
+            loop.run(drifts.get(name), steps)
             fabric.save(folder / name, loop.state)
 
         outcomes[name] = outcome(run)
@@ -215,21 +223,25 @@ def test_a_save_names_each_kind_of_drift_under_ddp(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "no drift"]  # nothing else was written
 
 
-def test_a_backward_pass_names_each_kind_of_drift_within_the_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interval", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_backward_pass_names_each_kind_of_drift_within_the_interval(
+    interval: int, tmp_path: Path
+) -> None:
     names = ["no drift", *NAMES]
-    outcomes = run_in_ranks(save_after_drift, tmp_path, names, check_replicas=2)
+    # The drift is in step 3, so the next comparison is within the interval after that.
+    steps = 3 + interval
+    outcomes = run_in_ranks(save_after_drift, tmp_path, names, steps, check_replicas=interval)
     check_outcomes(outcomes, NAMES)
     for name in NAMES:
-        # The drift is in step 3, and the second comparison in the backward pass before step 4.
         assert outcomes[0][name].startswith("ReplicaDriftError: fabric.backward(...), after ")
 
 
-@pytest.mark.parametrize("check_replicas", [True, 2])
-def test_another_loss_scale_on_one_rank_is_a_drift(tmp_path: Path, check_replicas: Any) -> None:
+@pytest.mark.parametrize("check_replicas", [True, 2, pytest.param(100, marks=pytest.mark.slow)])
+def test_another_loss_scale_on_one_rank_is_a_drift(tmp_path: Path, check_replicas: int) -> None:
     names = ["no drift", "change_loss_scale"]
-    outcomes = run_in_ranks(
-        save_after_drift, tmp_path, names, precision="16-mixed", check_replicas=check_replicas
-    )
+    options = {"precision": "16-mixed", "check_replicas": check_replicas}
+    steps = STEPS + int(check_replicas)
+    outcomes = run_in_ranks(save_after_drift, tmp_path, names, steps, **options)
     check_outcomes(outcomes, ["change_loss_scale"])
 
 

@@ -265,6 +265,12 @@ def _explain_tensors(differences: Sequence[_Difference], *, has_state: bool) -> 
             "the parameters are equal: the state was changed or loaded on some ranks alone, or the "
             f"optimizer shards its own state ({_SAVE_BY_RANK})"
         )
+    if any(_counts_steps(difference) for difference in states):
+        # The ranks have made equally many steps since the latest comparison.
+        return (
+            "the number of steps in the state of the optimizer differs: the state was reset or "
+            "loaded on some ranks alone"
+        )
     if any(_has_different_gradients(difference) for difference in parameters):
         return (
             "its gradient differs, too: it was not averaged over the ranks, or was changed on some "
@@ -307,6 +313,11 @@ def _ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     for rank, value in values.items():
         ranks_by_value.setdefault(value, []).append(rank)
     return ranks_by_value
+
+
+def _counts_steps(difference: _Difference) -> bool:
+    """Return whether a replica is the number of steps that an optimizer of torch has counted."""
+    return difference.details.name.startswith("step of ")
 
 
 def _has_different_gradients(difference: _Difference) -> bool:
