@@ -11,11 +11,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric, Throughput
+from fabric.checkpoint.encoding import Chunk
 from fabric.data.copies import OverlappedCopies
+from fabric.diagnostics.digest import digests
 from fabric.errors import UsageError
 from fabric.strategies import DDPStrategy
+from fabric.tools.digest import DigestTables
+from fabric.tools.run_diff import compare_runs
 from tests.loops import GLOBAL_BATCH, batches, make_model
 from tests.models import Net
+from tests.planted_differences import JOBS, Job
+from tests.test_replicas import DRIFTS, check_outcomes, save_after_drift
 
 pytestmark = [
     pytest.mark.gpu,
@@ -359,3 +365,77 @@ def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
     rates = actual[-1]
     assert rates["tokens_per_second"] == pytest.approx(8 * rates["samples_per_second"])
     assert rates["flops_per_second"] == pytest.approx(2 * 2 * 8 * 8 * rates["samples_per_second"])
+
+
+# -- Fingerprints and replicas ---------------------------------------------------------------------
+
+# Differences at each stage of a step.
+DIFFERENCES = (
+    "OtherWeight",
+    "TwoSamplesSwapped",
+    "FeaturesPermutedWithTheSameXor",
+    "BatchChangedInPlace",
+    "DropoutOff",
+    "LayerInOtherPrecision",
+    "OtherLoss",
+    "GradientScaledByAHook",
+    "OtherClipping",
+    "SchedulerOneStepLate",
+    "MomentumChangedByHand",
+)
+
+
+def record(job: Job, folder: Path, accelerator: str) -> None:
+    with Fabric(accelerator=accelerator, devices=1) as fabric:
+        job.run(fabric, str(folder))
+
+
+def test_the_place_of_a_difference_between_runs_on_a_device_is_named(tmp_path: Path) -> None:
+    record(Job(), tmp_path / "base", "cuda")
+    record(Job(), tmp_path / "again", "cuda")
+    assert compare_runs(tmp_path / "base", tmp_path / "again").is_equal
+    for name in DIFFERENCES:
+        job = JOBS[name]()
+        record(job, tmp_path / name, "cuda")
+        result = compare_runs(tmp_path / "base", tmp_path / name)
+        assert f"first difference: {job.difference}" in result.text
+        assert job.note in result.text
+
+
+def record_in_float64(folder: Path, accelerator: str) -> None:
+    with Fabric(accelerator=accelerator, devices=1) as fabric:
+        module, plain_optimizer = make_model(torch.float64)
+        model, optimizer = fabric.setup(module, plain_optimizer)
+        with fabric.fingerprint(folder):
+            for x, y in batches(torch.float64):
+                output = model(x.to(fabric.device))
+                fabric.backward(nn.functional.mse_loss(output, y.to(fabric.device)))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_run_on_a_device_is_close_to_that_on_the_cpu(tmp_path: Path) -> None:
+    record_in_float64(tmp_path / "cpu", "cpu")
+    record_in_float64(tmp_path / "device", "cuda")
+    result = compare_runs(tmp_path / "cpu", tmp_path / "device", close=1e-9)
+    assert result.is_equal, result.text
+
+
+def test_digests_on_a_device_are_those_on_the_cpu() -> None:
+    tables = DigestTables()
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool):
+        # More than a chunk of rows, and a last row that is not full.
+        values = torch.arange(7 * 43_003).reshape(7, -1).remainder(251).to(dtype)
+        assert digests([values.cuda()]) == digests([values])
+        packed = tables.packed_digest(Chunk([0, 0], values), values.shape)
+        on_device = tables.packed_digest(Chunk([0, 0], values.cuda()), values.shape)
+        assert on_device[0].item() == packed[0].item()
+        assert torch.equal(tables.row_hashes(values.cuda()).cpu(), tables.row_hashes(values))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_save_names_each_kind_of_drift_between_devices(tmp_path: Path) -> None:
+    names = ["no drift", *(drift.__name__ for drift in DRIFTS)]
+    with Fabric(accelerator="cuda", devices=2, strategy="ddp", launcher="forkserver") as fabric:
+        outcomes = fabric.launch(save_after_drift, tmp_path, names)
+    check_outcomes([outcomes], names[1:])

@@ -68,7 +68,7 @@ class Loop:
         assert session is not None
         for step in range(steps):
             torch.manual_seed(step + 100 * session.data_parallel_rank)
-            loss = self.model(torch.randn(6, 4)).square().mean()
+            loss = self.model(torch.randn(6, 4).to(self.fabric.device)).square().mean()
             self.fabric.backward(loss)
             is_drifting = step == DRIFTING_STEP and self.fabric.global_rank == drifting_rank
             if drift is not None and is_drifting:
