@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -528,6 +528,61 @@ def test_reads_that_fail_three_times_raise_on_all_ranks_and_cost_nothing(
         assert "the system has failed to read it: OSError: [Errno 5]" in report["text"]
         assert not report["has values"]
         assert report["steps"] == [1, 2]
+
+
+def like_python_3_14(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
+    """Return a method of a Path that returns False for any error of the system."""
+
+    def look(path: Path) -> bool:
+        try:
+            return method(path)
+        except OSError:
+            return False
+
+    return look
+
+
+@contextmanager
+def failing_disk(names: str) -> Iterator[list[Path]]:
+    """Make it an error to look at files with matching names. Yield the list of these tries."""
+    tries: list[Path] = []
+    stat = Path.stat
+
+    def fail(path: Path, **options: Any) -> os.stat_result:
+        if re.fullmatch(names, path.name):
+            tries.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    with (
+        patch.object(Path, "stat", fail),
+        patch.object(Path, "is_file", like_python_3_14(Path.is_file)),
+        patch.object(Path, "is_dir", like_python_3_14(Path.is_dir)),
+        patch.object(Path, "exists", like_python_3_14(Path.exists)),
+        patch.object(save_load, "_PAUSES_BETWEEN_ATTEMPTS", (0.0, 0.0)),
+    ):
+        yield tries
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_disk_that_fails_to_look_at_files_loses_no_checkpoint(form: str, tmp_path: Path) -> None:
+    with single(FORMATS[form]) as fabric:
+        checkpoints = fabric.checkpoints(tmp_path, best=BEST)
+        for step in (1, 2):
+            checkpoints.save(step, {"x": torch.ones(3)}, {"val_loss": step}, async_=False)
+        files = sorted(tmp_path.rglob("*"))
+        for names in (r"\d+-step-\d", "index.json", r"rank-.*\.safetensors"):
+            with failing_disk(names) as tries:
+                text = outcome(lambda: checkpoints.restore({"x": None}))
+            if tries:
+                assert text.startswith("UnreadableCheckpointError: ")
+                assert len(tries) == 3
+    for names in (r"\d+-step-\d", "index.json", r"rank-.*\.safetensors", r".*-1\.json"):
+        with failing_disk(names) as tries, single(FORMATS[form]) as fabric:
+            text = outcome(lambda: fabric.checkpoints(tmp_path, best=BEST))
+        assert bool(tries) == ("Errno 5" in text)
+        assert sorted(tmp_path.rglob("*")) == files
+    assert len(tries) == 3, "the metrics"
 
 
 @contextmanager

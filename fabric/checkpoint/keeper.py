@@ -40,11 +40,11 @@ from fabric.checkpoint.agreement import BadTensor, run_on_all_ranks
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.atomic import atomic_write, clear_temporaries, read_errors, write_errors
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint
-from fabric.checkpoint.save_load import CheckpointCoordinator
+from fabric.checkpoint.save_load import CheckpointCoordinator, read_with_retries
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
 from fabric.checkpoint.sharded_reader import INDEX
 from fabric.checkpoint.state import State, join_names
-from fabric.checkpoint.storage import Location, RemotePath, locate
+from fabric.checkpoint.storage import Location, RemotePath, locate, path_type
 from fabric.communicators import Communicator
 from fabric.environments import RayEnvironment
 from fabric.errors import (
@@ -702,6 +702,18 @@ def _metrics_of_json(content: bytes) -> _Metrics:
     return metrics
 
 
+def _read_if_exists(path: Location) -> bytes | None:
+    """Return the content of a file, or None if there is no file.
+
+    Raises:
+        UnreadableCheckpointError: the system has failed to read the file.
+    """
+    with read_errors(f"read {str(path)!r}"):
+        if path_type(path) is None:
+            return None
+        return path.read_bytes()
+
+
 def _step_number(name: str) -> int:
     """Return the step of a checkpoint from its name, such as ``00000017-step-3000``."""
     return int(name.split("-")[2])
@@ -775,15 +787,16 @@ class _RunFolder:
         # be mounted now. Nothing is cleaned up behind the link.
         if isinstance(path, Path) and path.is_symlink():
             return True
-        if self._has_custom_io or not path.is_dir():
-            return path.exists()
+        type_of_path = path_type(path)
+        if self._has_custom_io or type_of_path != "directory":
+            return type_of_path is not None
         # Remove the temporary index of a killed save first: while the temporary index exists,
         # clean() does not remove the files of that save.
         clear_temporaries(path, re.escape(INDEX))
         # A damaged index is not reported here: a load of the checkpoint reports it.
         with suppress(DamagedCheckpointError):
             clean(path)
-        return (path / INDEX).is_file()
+        return path_type(path / INDEX) == "file"
 
     def _read_metrics(self, name: str) -> _Metrics:
         """Return the saved metrics of a checkpoint. Empty if it was saved without metrics.
@@ -792,10 +805,9 @@ class _RunFolder:
         may be intact. Without metrics it is never the best one.
         """
         path = self._path / f"{name}.json"
-        if not path.exists():
+        content = read_with_retries(partial(_read_if_exists, path))
+        if content is None:
             return {}
-        with read_errors(f"read {str(path)!r}"):
-            content = path.read_bytes()
         try:
             return _metrics_of_json(content)
         except ValueError as error:
@@ -810,8 +822,7 @@ class _RunFolder:
         """Return a clause about the bad tensor of an unhealthy checkpoint."""
         path = self._path / f"{name}.json"
         try:
-            with read_errors(f"read {str(path)!r}"):
-                content = path.read_bytes()
+            content = _read_if_exists(path) or b""
             return str(BadTensor(**json.loads(content)))
         # The file is missing or damaged, which is no error: it is only used for this clause.
         except (CheckpointError, ValueError, TypeError):
@@ -867,7 +878,7 @@ class _RunFolder:
                 self._io.remove(path)
             # The path tells the format of the checkpoint. self._io is the format of this job: the
             # job that saved the checkpoint may have used fabric's other format.
-            elif path.is_dir():
+            elif path_type(path) == "directory":
                 remove_folder(path)
             else:
                 FullCheckpoint().remove(path)

@@ -45,7 +45,7 @@ from fabric.checkpoint.encoding import Chunk, FlatState, flatten_state, local_ch
 from fabric.checkpoint.safetensors import DataFile, write_safetensors
 from fabric.checkpoint.sharded_reader import DATA_NAME, FORMAT, INDEX, ShardedReader, read_index
 from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, PlainState, State, join_names
-from fabric.checkpoint.storage import Location, RemotePath
+from fabric.checkpoint.storage import Location, RemotePath, path_type
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError
 
@@ -300,7 +300,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
     if isinstance(path, Path):
         # If the path is a symbolic link, the folder behind the link is filled, and the link stays.
         folder = Path(os.path.realpath(path))
-    is_new = not folder.exists()
+    is_new = path_type(folder) is None
     _check_replaceable(request, folder)
     try:
         # At the end of its block, atomic_write() replaces the index, which commits the save. If the
@@ -331,7 +331,7 @@ def _check_replaceable(request: str, folder: Location) -> None:
 
     ``request`` is what the user asked for, for errors.
     """
-    if folder.exists() and not folder.is_dir():
+    if path_type(folder) not in (None, "directory"):
         raise CheckpointError(
             request,
             problem="there is a file of that name, and this strategy saves a folder of shards",
@@ -339,7 +339,7 @@ def _check_replaceable(request: str, folder: Location) -> None:
             suggestion='another path; or FSDPStrategy(state_dict_type="full"), which replaces the '
             "file",
         )
-    if (folder / INDEX).is_file():
+    if path_type(folder / INDEX) == "file":
         # Called for its error, which says that the index is not fabric's.
         read_index(request, folder)
 
@@ -566,7 +566,7 @@ def clean(folder: Location) -> None:
     # The index is read after the listing. In the other order, a save that another process commits
     # in between would lose its files.
     committed_id = ""
-    if (folder / INDEX).is_file():
+    if path_type(folder / INDEX) == "file":
         index = read_index("save a sharded checkpoint", folder)
         committed_id = index.save_id
     for path, save_id in save_ids.items():
@@ -590,8 +590,8 @@ def _finished_files(folder: Location) -> dict[Location, str]:
         # A local save has a temporary index until it is committed or has failed. An object store
         # has no temporary files: a save that another process is writing cannot be recognized.
         if isinstance(path, Path):
-            is_being_written = (folder / f".{INDEX}.{save_id}.tmp").exists()
-            if is_being_written or not path.is_file():
+            is_being_written = path_type(folder / f".{INDEX}.{save_id}.tmp") is not None
+            if is_being_written or path_type(path) != "file":
                 continue
         save_ids[path] = save_id
     return save_ids

@@ -9,9 +9,11 @@ verified, and tensors are mapped into memory, before anything is used.
 """
 
 import difflib
+import errno
 import os
 import re
 import secrets
+import stat
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ from fabric.errors import (
     MissingDependencyError,
 )
 
-__all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found"]
+__all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found", "path_type"]
 
 _MAX_NAME_BYTES = 255  # the longest name of a file or folder, on nearly every file system
 _MAX_ENTRIES = 1000  # how many entries of a folder are searched for similar names
@@ -38,6 +40,10 @@ _MAX_SUGGESTIONS = 5
 _PATH = re.compile(
     r"(?:(?P<scheme>[A-Za-z][\w+.:-]+):(?P<slashes>//?))?(?P<path>.*)", flags=re.DOTALL
 )
+
+
+# Errors of the system that say that nothing is at a path, or behind a link.
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -77,15 +83,15 @@ class RemotePath:
 
     def is_file(self) -> bool:
         """Return whether there is an object at this path."""
-        return self._type() == "file"
+        return self.type() == "file"
 
     def is_dir(self) -> bool:
         """Return whether there are objects below this path."""
-        return self._type() == "directory"
+        return self.type() == "directory"
 
     def exists(self) -> bool:
         """Return whether there is an object at or below this path."""
-        return self._type() is not None
+        return self.type() is not None
 
     def iterdir(self) -> Iterator["RemotePath"]:
         """Yield the paths directly below this path."""
@@ -122,7 +128,7 @@ class RemotePath:
             file.flush()
             self.files.put_file(file.name, self.path)
 
-    def _type(self) -> str | None:
+    def type(self) -> str | None:
         """Return ``"file"``, ``"directory"``, or None if there is nothing at this path."""
         # fsspec caches listings, and does not see what replace() or another process has written.
         self.files.invalidate_cache()
@@ -195,6 +201,31 @@ def _remote_path(url: str) -> RemotePath:
     except (ImportError, ValueError) as error:
         raise MissingDependencyError(f"a checkpoint at {url!r}", problem=str(error)) from error
     return RemotePath(url, files, path)
+
+
+def path_type(path: Location) -> str | None:
+    """Return ``"file"``, ``"directory"`` or ``"other"``, or None if there is nothing at a path.
+
+    The methods of a Path return False if the system fails to look, from Python 3.14 on. An intact
+    checkpoint would then seem to be missing, and would be skipped or removed.
+
+    Args:
+        path: the path. A symbolic link is followed.
+
+    Raises:
+        OSError: the system has failed to look.
+    """
+    if isinstance(path, RemotePath):
+        return path.type()
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return None
+        raise
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "file" if stat.S_ISREG(mode) else "other"
 
 
 @contextmanager
