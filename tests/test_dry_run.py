@@ -345,10 +345,10 @@ def measure(fabric: Fabric, name: str) -> Measurement:
     A thread of gloo may let go of a message at any later time, which raises a peak.
     """
     peaks = []
-    # A plan has the collectives of any backend. On gloo, a gather of little data would be sent as
-    # an all-to-all.
+    # A plan has the collectives of any backend. On gloo, a gather of little data would be sent in
+    # another way.
     with (
-        patch.object(ProcessGroupCommunicator, "_is_gathered_directly", lambda *_: False),
+        patch.object(ProcessGroupCommunicator, "_is_small", lambda *_: False),
         MeasuringMode() as mode,
     ):
         model, optimizer = fabric.setup(*build(fabric, name))

@@ -24,10 +24,10 @@ from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
-# The bytes of the buffers of all ranks up to which gloo sends each buffer directly to each rank.
-_MAX_DIRECT_GATHER_BYTES = 1 << 17
-# The bytes of a buffer up to which gloo reduces the buffer in one round of messages.
-_MAX_ONE_ROUND_BYTES = 16
+# The bytes of the buffers of all ranks up to which they are gathered without the ring of gloo.
+_MAX_SMALL_GATHER_BYTES = 1 << 17
+# The bytes of a buffer up to which gloo reduces the buffer in few messages.
+_MAX_TINY_BYTES = 16
 
 # Stands for the source in a gather of objects, which has none. It is below every rank.
 _NO_SOURCE = -1
@@ -121,13 +121,12 @@ class ProcessGroupCommunicator(Communicator):
         # has no buffer and returns None.
         return buffer
 
-    def _is_gathered_directly(self, buffer: Tensor) -> bool:
-        """Return whether an all-gather sends the buffer of each rank directly to all other ranks.
+    def _is_small(self, buffer: Tensor) -> bool:
+        """Return whether :meth:`_all_gather_small` gathers the buffers faster than gloo itself.
 
-        For small buffers, this is faster than the all-gather of gloo, which passes the buffers
-        around a ring from one rank to the next.
+        The all-gather of gloo passes the buffers around a ring from one rank to the next.
         """
-        return self._is_gloo and self.size * buffer.nbytes <= _MAX_DIRECT_GATHER_BYTES
+        return self._is_gloo and self.size * buffer.nbytes <= _MAX_SMALL_GATHER_BYTES
 
     def _all_gather(
         self, buffer: Tensor, copies: Tensor | None = None, output: Tensor | None = None
@@ -142,18 +141,20 @@ class ProcessGroupCommunicator(Communicator):
         """
         if output is None:
             output = buffer.new_empty((self.size, *buffer.shape))
-        if self._is_gathered_directly(buffer):
+        if self._is_small(buffer):
             if copies is None:
                 copies = torch.stack([buffer] * self.size)
-            self._all_gather_by_all_to_all(copies, output)
+            self._all_gather_small(copies, output)
         else:
             dist.all_gather_single(output.view(-1), buffer.reshape(-1), group=self._group)
         return output
 
-    def _all_gather_by_all_to_all(self, copies: Tensor, output: Tensor) -> None:
-        """Gather small buffers of all ranks with an all-to-all of copies. Collective.
+    def _all_gather_small(self, copies: Tensor, output: Tensor) -> None:
+        """Gather small buffers of all ranks, see :meth:`_is_small`. Collective.
 
-        Under gloo, this is faster than an all-gather, see :meth:`_is_gathered_directly`.
+        Two ranks send each other one message. More ranks send their buffer to rank 0, which sends
+        all of them back: an all-to-all would take a message between each pair of ranks, and is
+        slower where there are more ranks than cores.
 
         Args:
             copies: one copy of the buffer of this rank for each rank.
@@ -167,9 +168,16 @@ class ProcessGroupCommunicator(Communicator):
         # group connected after the user has destroyed it.
         group = self._group or dist.group.WORLD
         assert group is not None, "the default process group was destroyed"
-        # The method of the group is called, since the checks of dist.all_to_all_single() take as
-        # long as a message of a few bytes. The two empty lists mean that all rows have one length.
-        group.all_to_all_single(output, copies, [], []).wait()
+        # Not the functions of torch.distributed, whose checks take as long as a small message.
+        if self.size == 2:
+            # The two empty lists mean that all rows have one length.
+            group.all_to_all_single(output, copies, [], []).wait()
+            return
+        gathered = []
+        if self.rank == 0:
+            gathered.append(list(output))
+        group.gather(gathered, [copies[0]], dist.GatherOptions()).wait()  # rank 0 is the default
+        group.broadcast(output, 0).wait()
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce a buffer over the ranks, in place, and return it. Collective."""
@@ -193,10 +201,10 @@ class ProcessGroupCommunicator(Communicator):
             return not self._is_gloo
         if not self._is_gloo:
             return False
-        # gloo reduces a tiny buffer in one round of messages, and a larger one in two. A direct
-        # all-gather takes one round, so it is faster for buffers that are not tiny.
-        is_tiny = buffer.nbytes <= _MAX_ONE_ROUND_BYTES
-        return not is_tiny and self._is_gathered_directly(buffer)
+        # gloo reduces a tiny buffer in fewer messages than a larger one. For small buffers that are
+        # not tiny, the all-gather takes fewer messages.
+        is_tiny = buffer.nbytes <= _MAX_TINY_BYTES
+        return not is_tiny and self._is_small(buffer)
 
     def _all_reduce_extremum(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Take the minimum or maximum of floats over the ranks, in place. Collective.
