@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -241,6 +242,49 @@ def numbers(fabric):
             ["text", None, Phase.TRAIN, torch.Size([1]), b"x"], reduce_op="sum"
         ),
     }
+
+
+def single_values(fabric):
+    """Reduce values alone, and in a list, which takes the general way."""
+    rank = fabric.global_rank
+    values = [
+        0.1 + rank,
+        -0.0,
+        float("nan"),
+        torch.tensor(0.1 + rank),
+        torch.tensor(0.1 + rank, dtype=torch.float64),
+    ]
+    results = []
+    for op in ("mean", "sum", "min", "max", "product"):
+        alone = [fabric.all_reduce(value, reduce_op=op) for value in values]
+        in_list = [fabric.all_reduce([value], reduce_op=op)[0] for value in values]
+        results.append((alone, in_list))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_value_alone_is_reduced_as_in_a_collection(size):
+    for results in run_in_ranks(single_values, ranks=size):
+        for alone, in_list in results:
+            for value, value_in_list in zip(alone, in_list, strict=True):
+                assert type(value) is type(value_in_list)
+                torch.testing.assert_close(value, value_in_list, rtol=0, atol=0, equal_nan=True)
+                assert math.copysign(1, value) == math.copysign(1, value_in_list)
+
+
+def scalars_with_and_without_gradient(fabric):
+    scalar = torch.tensor(2.0, requires_grad=fabric.global_rank == 0)
+    kept = scalar.detach().clone()
+    total = fabric.all_reduce(scalar, reduce_op="sum")
+    other = fabric.all_reduce(kept, reduce_op="sum")
+    other += 1
+    return total.item(), total.requires_grad, kept.item(), other.item()
+
+
+def test_scalars_with_a_gradient_on_one_rank_only_are_reduced_together():
+    on_rank_0, on_rank_1 = run_in_ranks(scalars_with_and_without_gradient)
+    assert on_rank_0 == (4.0, True, 2.0, 5.0)
+    assert on_rank_1 == (4.0, False, 2.0, 5.0)
 
 
 def test_numbers_stay_numbers():

@@ -18,13 +18,16 @@ forward pass. A leaf that requires no gradient is returned without a gradient, e
 in one buffer with leaves that require a gradient.
 """
 
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
+from fabric._torch import current_transform
 from fabric.collectives.buckets import (
     SMALL_INTEGERS,
     Bucket,
@@ -55,6 +58,13 @@ def all_reduce(communicator: Communicator, tree: Tree, op: Reduce, *, numbers: b
 
     Python numbers are reduced, too, unless ``numbers`` is False.
     """
+    # Shortcuts for a single metric, the most frequent call of a training loop. _exchange() returns
+    # the same results, and takes twice as many steps.
+    if communicator.size > 1 and op not in BITWISE:
+        if numbers and type(tree) is float:
+            return _all_reduce_float(communicator, tree, op)
+        if type(tree) is Tensor and _is_plain_scalar(tree, communicator.device):
+            return _all_reduce_scalar(communicator, tree, op)
     return _exchange(communicator, Operation.ALL_REDUCE, tree, op, sends_numbers=numbers)
 
 
@@ -301,6 +311,72 @@ def _exchange(
     if op is Reduce.PRODUCT:
         _check_product_of_integers(communicator, buckets)
     return unflatten(structure, leaves)
+
+
+def _call_with_one_leaf(op: Reduce, leaf_text: str, reads_result: bool) -> CallDescription:
+    """Return the description that :func:`_exchange` makes for an all-reduce of one leaf.
+
+    Args:
+        op: the reduction.
+        leaf_text: the text of the leaf, as :func:`fabric.collectives.buckets.describe` returns it.
+        reads_result: whether the result is read from the device at once.
+    """
+    arguments = f"{op} of {leaf_text}"
+    return CallDescription(
+        Operation.ALL_REDUCE,
+        arguments=lambda: arguments,
+        signature_text=f"{Operation.ALL_REDUCE}({arguments})",
+        reads_result=reads_result,
+    )
+
+
+# Made once, since making a description takes longer than copying a number.
+_CALLS_WITH_ONE_FLOAT: dict[Reduce, CallDescription] = {}
+_CALLS_WITH_ONE_SCALAR: dict[tuple[Reduce, torch.dtype], CallDescription] = {}
+for _op in (Reduce.MEAN, Reduce.SUM, *MIN_MAX_PRODUCT):
+    _CALLS_WITH_ONE_FLOAT[_op] = _call_with_one_leaf(_op, "1 float64", reads_result=True)
+    _CALLS_WITH_ONE_SCALAR[_op, torch.float32] = _call_with_one_leaf(
+        _op, "1 float32[]", reads_result=False
+    )
+    _CALLS_WITH_ONE_SCALAR[_op, torch.float64] = _call_with_one_leaf(
+        _op, "1 float64[]", reads_result=False
+    )
+
+
+def _all_reduce_float(communicator: Communicator, number: float, op: Reduce) -> float:
+    """Reduce a Python float over at least two ranks. Collective."""
+    # Faster than torch.tensor(), which looks at the type of the number.
+    buffer = torch.frombuffer(array("d", (number,)), dtype=torch.float64)
+    buffer = buffer.to(communicator.device)
+    call = _CALLS_WITH_ONE_FLOAT[op]
+    result = communicator.run(Collective(Operation.ALL_REDUCE, buffer, op, call=call))
+    (reduced,) = result.tolist()  # item() would run an operator of torch
+    return reduced
+
+
+def _is_plain_scalar(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor needs nothing of :func:`_exchange` but the collective itself.
+
+    It is a 0-dim float without a gradient on the device of the collective, outside of transforms.
+    """
+    return (
+        tensor.dim() == 0
+        and not tensor.requires_grad
+        and tensor.dtype in (torch.float32, torch.float64)
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and current_transform() is None
+        and unpack_dual(tensor).tangent is None
+    )
+
+
+def _all_reduce_scalar(communicator: Communicator, scalar: Tensor, op: Reduce) -> Tensor:
+    """Reduce a tensor for which :func:`_is_plain_scalar` is true. Collective."""
+    call = _CALLS_WITH_ONE_SCALAR[op, scalar.dtype]
+    # A copy, since some collectives write to their buffer.
+    buffer = scalar.reshape(1).clone()
+    result = communicator.run(Collective(Operation.ALL_REDUCE, buffer, op, call=call))
+    return result.reshape(())
 
 
 def _run_for_buckets(
