@@ -97,7 +97,14 @@ PROMISES = (
     Promise(
         "Mistakes raise errors on every rank",
         "mistakes of users, each with the part of the error that has to name it",
-        ["tests/test_hostile.py", "tests/test_first_mistakes.py", "tests/test_checked.py"],
+        [
+            "tests/test_first_mistakes.py",
+            "tests/test_checked.py",
+            "tests/test_collectives_mistakes.py",
+            "tests/test_checkpoint_mistakes.py",
+            "tests/test_training_mistakes.py",
+            "tests/test_process_mistakes.py",
+        ],
     ),
     Promise(
         "A step costs next to nothing",

@@ -16,9 +16,9 @@ from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.testing import ThreadedWorld
-from tests.hostile.collectives import Unreadable
 from tests.ranks import outcome, run_in_ranks
 from tests.test_collectives import Metrics, local
+from tests.test_collectives_mistakes import Unreadable
 
 Call = Callable[[Any], Any]
 

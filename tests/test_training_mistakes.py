@@ -2,60 +2,29 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric import Fabric
-from tests.hostile.base import (
+from tests.judged_cases import (
     WAITS,
     assert_equal_on_all_ranks,
     batch,
     case,
+    cases_of,
     full_tensor,
+    judge,
     net,
+    parallel_case,
+    set_up_net,
     sgd,
     step,
     value_on,
 )
-
-
-def parallel_case(
-    *, refused: bool = False, waits: bool = False, **options: Any
-) -> Callable[[Any], Any]:
-    """Register a case under ddp and a case under fsdp.
-
-    Args:
-        refused: Whether the cases may not end well.
-        waits: Whether ranks wait for one that is missing: their collectives then time out soon.
-        **options: The options of Fabric.
-    """
-
-    def register(function: Any) -> Any:
-        name = function.__name__
-        for strategy_name in ("ddp", "fsdp"):
-            strategy: Any = strategy_name
-            if waits:
-                strategy = WAITS[strategy_name]
-            function.__name__ = f"{name}_{strategy_name}"
-            case(refused=refused, strategy=strategy, **options)(function)
-        return function
-
-    return register
-
-
-def set_up_net(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
-    """Return the user's module, the set-up module and its optimizer after some steps."""
-    module = net()
-    optimizer = sgd(module)
-    model, optimizer = fabric.setup(module, optimizer)
-    for number in range(steps):
-        step(fabric, model, optimizer, batch(number + 10 * fabric.global_rank))
-    return module, model, optimizer
-
 
 # -- what is added, replaced or not set up ---------------------------------------------------------
 
@@ -525,3 +494,8 @@ def a_dataset_that_is_smaller_than_the_job(fabric: Fabric, rank: int) -> None:
     gathered = [fabric.gather_for_metrics(x) for (x,) in loader]
     assert len(gathered) == 1
     assert len(gathered[0]) == 1
+
+
+@pytest.mark.parametrize("name", cases_of(__name__, slow=10))
+def test_a_case_ends_right_or_with_an_error_of_fabric_and_leaves_nothing(name: str) -> None:
+    assert judge(name).problems == []

@@ -5,11 +5,23 @@ import threading
 from decimal import Decimal
 from typing import Any
 
+import pytest
 import torch
 
 from fabric import Fabric
 from fabric.errors import FabricError
-from tests.hostile.base import WAITS, batch, case, full_tensor, net, sgd, step, value_on
+from tests.judged_cases import (
+    WAITS,
+    batch,
+    case,
+    cases_of,
+    full_tensor,
+    judge,
+    net,
+    sgd,
+    step,
+    value_on,
+)
 
 
 @case()
@@ -424,3 +436,8 @@ def arguments_are_left_alone(fabric: Fabric, rank: int) -> None:
     fabric.all_gather(view_tree)
     assert x.tolist() == [float(rank)] * 3
     assert tree["n"] == [rank]
+
+
+@pytest.mark.parametrize("name", cases_of(__name__, slow=10))
+def test_a_case_ends_right_or_with_an_error_of_fabric_and_leaves_nothing(name: str) -> None:
+    assert judge(name).problems == []

@@ -1,9 +1,14 @@
-"""The cases, and the judgment of how a case ends."""
+"""Programs with a mistake, and the judgment of how a program ends.
+
+The test files of their subjects register their cases, each of which runs in fresh processes. A case
+ends right, or with an error of :mod:`fabric.errors` on every rank. It is never silently wrong (the
+asserts in it), never raw, never hangs, and leaves neither a process nor a temporary file.
+"""
 
 import os
+import random
 import re
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +25,7 @@ from fabric import Fabric
 from fabric.errors import FabricError, RankFailedError
 from fabric.strategies import DDPStrategy, FSDPStrategy
 from fabric.testing import RankPool
+from tests.sampling import sampled
 
 LIMIT = 60.0  # seconds for a case
 # Notes that fabric adds to an error of torch: a hang report, or a remedy.
@@ -64,6 +70,19 @@ def case(
     return register
 
 
+def cases_of(module: str, slow: int) -> list[Any]:
+    """Return the names of the cases of a test file, as parameters of its test.
+
+    Args:
+        module: The ``__name__`` of the file.
+        slow: The number of cases that `make test-slow` runs. `make soak` runs all.
+    """
+    names = [name for name, case in CASES.items() if case.function.__module__ == module]
+    # Spread over all kinds, and the same in every run.
+    names = random.Random(0).sample(sorted(names), len(names))
+    return sampled([(name,) for name in names], slow=slow)
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -86,6 +105,40 @@ def step(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, x: torch.
 def value_on(rank: int, on_rank_0: Any, on_rank_1: Any) -> Any:
     """Return the value for a rank, in a case of two ranks."""
     return (on_rank_0, on_rank_1)[rank]
+
+
+def parallel_case(
+    *, refused: bool = False, waits: bool = False, **options: Any
+) -> Callable[[Any], Any]:
+    """Register a case under ddp and a case under fsdp.
+
+    Args:
+        refused: Whether the cases may not end well.
+        waits: Whether ranks wait for one that is missing: their collectives then time out soon.
+        **options: The options of Fabric.
+    """
+
+    def register(function: Any) -> Any:
+        name = function.__name__
+        for strategy_name in ("ddp", "fsdp"):
+            strategy: Any = strategy_name
+            if waits:
+                strategy = WAITS[strategy_name]
+            function.__name__ = f"{name}_{strategy_name}"
+            case(refused=refused, strategy=strategy, **options)(function)
+        return function
+
+    return register
+
+
+def set_up_net(fabric: Fabric, steps: int = 0) -> tuple[nn.Sequential, Any, torch.optim.Optimizer]:
+    """Return the user's module, the set-up module and its optimizer after some steps."""
+    module = net()
+    optimizer = sgd(module)
+    model, optimizer = fabric.setup(module, optimizer)
+    for number in range(steps):
+        step(fabric, model, optimizer, batch(number + 10 * fabric.global_rank))
+    return module, model, optimizer
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,25 +270,3 @@ def _is_server_of_python(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "forkserver" in command or "resource_tracker" in command
-
-
-def main(words: list[str]) -> int:
-    """Run the cases whose names contain one of the words, and return how many went wrong.
-
-    Without words, run all cases.
-    """
-    wrong_cases = 0
-    for name in CASES:
-        if words and not any(word in name for word in words):
-            continue
-        start = time.monotonic()
-        judgment = judge(name)
-        seconds = time.monotonic() - start
-        if judgment.problems:
-            wrong_cases += 1
-            print(f"WRONG {name} ({seconds:.1f} s)", flush=True)
-        else:
-            print(f"fine  {name} ({seconds:.1f} s)", flush=True)
-        for text in judgment.problems or judgment.endings:
-            print("      ", text.replace("\n", "\n        "), flush=True)
-    return wrong_cases

@@ -4,13 +4,24 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from fabric import Fabric
 from fabric.errors import CheckpointError
-from tests.hostile.base import WAITS, batch, case, net, step, value_on
-from tests.hostile.training import parallel_case, set_up_net
+from tests.judged_cases import (
+    WAITS,
+    batch,
+    case,
+    cases_of,
+    judge,
+    net,
+    parallel_case,
+    set_up_net,
+    step,
+    value_on,
+)
 
 
 @parallel_case(refused=True)
@@ -276,3 +287,8 @@ def a_file_that_fabric_did_not_write(fabric: Fabric, rank: int) -> None:
         except CheckpointError:
             continue
         raise AssertionError(f"{name} was loaded")
+
+
+@pytest.mark.parametrize("name", cases_of(__name__, slow=6))
+def test_a_case_ends_right_or_with_an_error_of_fabric_and_leaves_nothing(name: str) -> None:
+    assert judge(name).problems == []

@@ -4,6 +4,7 @@ import os
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,7 +12,13 @@ from fabric import Fabric
 from fabric.errors import FabricError
 from fabric.loggers import CSVLogger
 from fabric.strategies import SingleDeviceStrategy
-from tests.hostile.base import case, net, sgd
+from tests.judged_cases import (
+    case,
+    cases_of,
+    judge,
+    net,
+    sgd,
+)
 
 
 @case()
@@ -111,3 +118,8 @@ def warnings_are_errors(fabric: Fabric, rank: int) -> None:
         optimizer.step()
         fabric.save("x", {"model": model, "optimizer": optimizer})
         fabric.load("x", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("name", cases_of(__name__, slow=2))
+def test_a_case_ends_right_or_with_an_error_of_fabric_and_leaves_nothing(name: str) -> None:
+    assert judge(name).problems == []
