@@ -1,4 +1,4 @@
-"""Ray Train, on a network that is nothing but loopback."""
+"""Ray Train: on a network that is nothing but loopback, and on a cluster of two hosts."""
 
 import json
 import os
@@ -14,15 +14,22 @@ import psutil
 import pytest
 
 from tests.engines.conftest import recorded_steps
+from tests.engines.hosts import ADDRESSES, Hosts
 
 pytestmark = pytest.mark.engines
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TOLD_WORKER = Path(__file__).with_name("ray_told_worker.py")
+PREEMPTED_JOB = Path(__file__).with_name("ray_preempted_job.py")
 LOOPBACK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 STEPS = 40
 SECONDS = 500
+# Steps of the preempted job. Its two ranks need a minute and a half for them.
+LONG_STEPS = 400
+# Seconds from the notice until a machine is taken away.
+NOTICE = 60
+CLUSTER = f"{ADDRESSES['host-a']}:6379"
 
 
 @pytest.fixture
@@ -134,3 +141,109 @@ def test_should_stop_and_exit_preempted_follow_what_ray_tells_a_worker(
         [sys.executable, TOLD_WORKER], env=environment, capture_output=True, timeout=SECONDS
     )
     assert result.stdout == b"False True waits\n", result.stderr
+
+
+class SpotCluster:
+    """Ray on two hosts, with room for one worker on each. Host-b may be taken away.
+
+    Args:
+        hosts: the hosts. Host-a is the head of the cluster.
+        env: the variables of all commands.
+        folder: a folder for what the commands write.
+    """
+
+    def __init__(self, hosts: Hosts, env: dict[str, str], folder: Path) -> None:
+        self._hosts = hosts
+        self._env = env | {"RAY_ADDRESS": CLUSTER}
+        self._ray = Path(sys.executable).with_name("ray")
+        self._output = folder / "output"
+        roles = {
+            "host-a": ["--head", "--port=6379", "--include-dashboard=false"],
+            "host-b": [f"--address={CLUSTER}"],
+        }
+        for host, options in roles.items():
+            options += [
+                f"--node-ip-address={ADDRESSES[host]}",
+                "--num-cpus=1",
+                "--object-store-memory=100000000",
+                "--disable-usage-stats",
+            ]
+            self._start(host, self._ray, "start", "--block", *options)
+
+    def _start(self, host: str, *command: object) -> "subprocess.Popen[str]":
+        with open(self._output, "a") as file:
+            return self._hosts.start(host, *command, env=self._env, stdout=file, stderr=file)
+
+    def start_job(self, *command: object) -> None:
+        """Start a driver on host-a."""
+        self._driver = self._start("host-a", sys.executable, *command)
+
+    def wait_for_steps(self, record: Path, count: int) -> None:
+        deadline = time.monotonic() + SECONDS
+        while len(recorded_steps(record)) < count:
+            self._check_time(deadline)
+
+    def take_host_b_away(self, node: str) -> None:
+        """Do what a cloud does with a spot machine: give notice, and end the machine in time.
+
+        Args:
+            node: Ray's id of host-b.
+        """
+        notice = [
+            f"--address={CLUSTER}",
+            f"--node-id={node}",
+            "--reason=DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message=spot",
+            f"--deadline-remaining-seconds={NOTICE}",
+        ]
+        self._hosts.run("host-a", self._ray, "drain-node", *notice, env=self._env)
+        deadline = time.monotonic() + SECONDS
+        # Ray writes this when the time is over.
+        while "PreemptionError" not in self._output.read_text():
+            self._check_time(deadline)
+        self._hosts.kill("host-b")
+
+    def _check_time(self, deadline: float) -> None:
+        assert self._driver.poll() is None, self._output.read_text()
+        assert time.monotonic() < deadline, self._output.read_text()
+        time.sleep(0.05)
+
+    def wait_for_job(self) -> None:
+        assert self._driver.wait(SECONDS) == 0, self._output.read_text()
+
+
+def test_the_ranks_of_a_preempted_machine_save_and_the_run_goes_on_without_the_machine(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment["PYTHONPATH"] = str(ROOT)
+    # The end of the block ends the cluster.
+    with Hosts(tmp_path) as hosts:
+        cluster = SpotCluster(hosts, environment, tmp_path)
+        cluster.start_job(PREEMPTED_JOB, tmp_path, LONG_STEPS)
+        nodes = {}
+        for rank in range(2):
+            record = tmp_path / f"rank-{rank}-of-2"
+            cluster.wait_for_steps(record, 20)
+            first_step, *_ = recorded_steps(record)
+            nodes[first_step["host"]] = first_step["node"]
+        cluster.take_host_b_away(nodes["host-b"])
+        cluster.wait_for_job()
+
+    # should_stop is true on both ranks at the same step, which they have saved. So each step is
+    # made once.
+    first_rank, second_rank = [recorded_steps(tmp_path / f"rank-{rank}-of-2") for rank in range(2)]
+    for step, step_of_second_rank in zip(first_rank, second_rank, strict=True):
+        assert step["step"] == step_of_second_rank["step"]
+        assert step["should_stop"] == step_of_second_rank["should_stop"]
+        assert step["should_stop"] == (step is first_rank[-1])
+    all_steps = first_rank + recorded_steps(tmp_path / "rank-0-of-1")
+    assert [step["step"] for step in all_steps] == list(range(1, LONG_STEPS + 1))
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = [sys.executable, str(PREEMPTED_JOB), str(alone), str(LONG_STEPS), "--alone"]
+    subprocess.run(command, env=environment, check=True, timeout=SECONDS)
+    uninterrupted = recorded_steps(alone / "rank-0-of-1")
+    for step, expected in zip(all_steps, uninterrupted, strict=True):
+        assert step["samples"] == expected["samples"]
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-4)
