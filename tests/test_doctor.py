@@ -94,7 +94,8 @@ def test_a_sound_machine_has_a_report_that_a_bug_can_begin_with(tmp_path, enviro
         assert f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report
     operations = "all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather"
     assert f"ok    {operations} on " in report
-    stages = r"import of torch .* s \(rank \d\), rendezvous .* s .*, process group .* s .*, coll"
+    stages = r"import of torch .* s \(rank \d\), rendezvous .* s .*, process group .* s .*, "
+    stages += r"collectives .* s .*, first batch .* s"
     assert re.search(rf"\nok    longest stages of the start: {stages}", report)
 
 

@@ -167,9 +167,9 @@ def _report_on_machine(prints_all: bool) -> bool:
 
 def _start_and_examine(processes: int, seconds: float) -> None:
     """Start new processes that form a job, and run :func:`examine_rank` in each of them."""
-    # The limits in examine_rank are 7 * seconds together, without _IMPORT_SECONDS. 60 seconds are
+    # The limits in examine_rank are 9 * seconds together, without _IMPORT_SECONDS. 60 seconds are
     # for the imports, first in this process and then in the ranks.
-    limit = 60 + 7 * seconds
+    limit = 60 + 9 * seconds
     with _report_part(f"{processes} processes", limit, _IMPORT_REMEDY, end=_end_by_signal):
         spec = LaunchSpec(num_processes=processes)
         is_new = True
@@ -368,6 +368,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         from fabric._fabric import Fabric
 
         device_count = torch.accelerator.device_count()
+        # The first optimizer of a process imports torch._dynamo, which takes as long as torch.
+        torch.optim.SGD([torch.zeros(1)])
     stages.end("import of torch")
     remedy = (
         "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, "
@@ -396,14 +398,30 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         fabric.launch()
     stages.end("process group")
     # Leaving the context of ``fabric`` tears the process group down.
-    with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        summary = _check_collectives(fabric, world)
+    with fabric:
+        with _report_part(f"{title}: collectives on {fabric.device}", 2 * seconds, remedy):
+            summary = _check_collectives(fabric, world)
         stages.end("collectives")
-        seconds_of_ranks = fabric.gather(stages.seconds)
+        with _report_part(f"{title}: first batch on {fabric.device}", 2 * seconds, remedy):
+            _train_first_batch(fabric)
+            stages.end("first batch")
+            seconds_of_ranks = fabric.gather(stages.seconds)
     if seconds_of_ranks is not None:  # on rank 0
         for text in [*descriptions, summary, _describe_stages(seconds_of_ranks)]:
             print(_finding(text))
         sys.stdout.flush()
+
+
+def _train_first_batch(fabric: "Fabric") -> None:
+    """Train a small model for a step, as a script does with its first batch. Collective."""
+    import torch
+
+    model = torch.nn.Linear(8, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(4, 8, device=fabric.device)).mean()
+    fabric.backward(loss)
+    optimizer.step()
+    loss.item()  # waits for the device
 
 
 class _StageTimes:
