@@ -322,6 +322,52 @@ def test_both_remedies_of_a_mean_give_the_gradients_of_the_mean(fabric: Fabric, 
     torch.testing.assert_close(model.weight.grad, expected)
 
 
+def step_after_a_refused_mean(fabric: Fabric, remedy: str) -> tuple[str, Tensor]:
+    """Return the error of a mean with a weight, and the full weight after a step that follows it.
+
+    Only if the loss is weighted, rank 0 has more samples than rank 1.
+    """
+    net = make_layers()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    boundary = 5 if remedy == "weight" else 4
+    parts_of_ranks = [slice(0, boundary), slice(boundary, BATCH)]
+    part = parts_of_ranks[fabric.global_rank]
+    inputs, targets = INPUTS[part], TARGETS[part]
+    loss = functional.cross_entropy(model(inputs), targets)
+    error = outcome(partial(fabric.backward, loss, weight=len(inputs)))
+    loss = functional.cross_entropy(model(inputs), targets)
+    if remedy == "weight":
+        fabric.backward(loss * len(inputs), weight=len(inputs))
+    else:
+        fabric.backward(loss)
+    optimizer.step()
+    return error, weight_of(fabric, model)
+
+
+@pytest.mark.parametrize("remedy", ["weight", "no weight"])
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "fsdp", "precision": HALF}],
+    ids=["ddp", "fsdp", "16-mixed"],
+)
+def test_a_mean_with_a_weight_is_refused_on_each_rank_and_both_remedies_are_exact(
+    options: dict[str, Any], remedy: str
+) -> None:
+    net = make_layers()
+    functional.cross_entropy(net(INPUTS), TARGETS).backward()
+    expected = (net[0].weight - net[0].weight.grad).detach()
+    tolerance = 1e-6
+    if "precision" in options:
+        tolerance = 1e-2
+    results = run_in_ranks(step_after_a_refused_mean, remedy, **options)
+    for rank, (error, weight) in enumerate(results):
+        assert f"rank {rank}" in error
+        assert "the loss is a mean" in error
+        assert "fabric.backward(loss * n, weight=n)" in error
+        assert "fabric.backward(loss)" in error
+        torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance)
+
+
 def test_a_mean_counts_as_one_term(fabric: Fabric) -> None:
     model, _ = set_up(fabric)
     for weight in (1, 0.5, 0, torch.tensor(1)):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fabric import Fabric
-from fabric._torch import full_tensor
+from fabric._torch import full_tensor, local_tensor
 from fabric.errors import ConfigurationError, NonFiniteGradientError, RankFailedError, UsageError
+from fabric.precision import PRECISIONS, LossScale
 from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.ranks import outcome, run_in_ranks
 
@@ -822,38 +824,86 @@ def test_a_plain_backward_pass_after_a_weighted_one_is_refused(run: str) -> None
 
 
 class WindowOutcome(NamedTuple):
-    """What two steps subtract from a weight, and how many messages their window sends."""
+    """What three steps subtract from two weights, and how many messages a pass sends."""
 
-    kept: float
-    dropped: float
+    kept: list[float]
+    dropped: list[float]
+    dropped_through_data: list[float]
     messages: int
 
 
-def train_with_zero_gradients_on_one_rank(fabric: Fabric) -> WindowOutcome:
-    """Keep and drop a pass whose gradient is exactly zero on one rank, in the first windows."""
-    model, optimizer = set_up_linear(fabric)
-    is_first_rank = fabric.global_rank == 0
+def take_step_of_all(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Step, clear the gradients, and return what the step has subtracted from each weight."""
+    before = full_tensor(model.weight.detach()).clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return (before - full_tensor(model.weight.detach())).flatten().tolist()
+
+
+def train_with_zero_gradients_on_one_rank(fabric: Fabric, syncs: bool) -> WindowOutcome:
+    """Keep and drop a pass whose gradient is exactly zero on one rank, in the first windows.
+
+    Before gradients are reduced, that of rank 1 is zero. Afterwards, that of the second weight is
+    zero, which is the shard of rank 1 under FSDP.
+    """
+    module = nn.Linear(1, 2, bias=False)
+    nn.init.ones_(module.weight)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
     value = 0.0
-    if is_first_rank:
+    if fabric.global_rank == 0:
         value = 6.0
-    with fabric.no_backward_sync(model):
-        backward(fabric, model, value, 3)
-    model.weight.grad.nan_to_num_()
+    inputs = torch.full((1, 1), value)
+    later_inputs = torch.full((1, 1), 6.0)
+
+    def train_first_weight() -> None:
+        with fabric.no_backward_sync(model, enabled=not syncs):
+            loss = model(inputs)[:, 0].sum()
+            fabric.backward(loss, weight=3)
+
+    def train_both_weights() -> None:
+        loss = model(later_inputs).sum()
+        fabric.backward(loss, weight=3)
+
+    train_first_weight()
+    # FSDP keeps gradients that are not reduced elsewhere.
+    if model.weight.grad is not None:
+        local_tensor(model.weight.grad).nan_to_num_()
     with CommDebugMode() as mode:
-        backward(fabric, model, 6.0, 3)
-    kept = take_step(model, optimizer)
-    with fabric.no_backward_sync(model):
-        backward(fabric, model, value, 3)
+        train_both_weights()
+    kept = take_step_of_all(model, optimizer)
+    train_first_weight()
     optimizer.zero_grad(set_to_none=False)
-    backward(fabric, model, 6.0, 3)
-    return WindowOutcome(kept, take_step(model, optimizer), mode.get_total_counts())
+    train_both_weights()
+    dropped = take_step_of_all(model, optimizer)
+    train_both_weights()
+    model.weight.grad.data.zero_()
+    train_both_weights()
+    dropped_through_data = take_step_of_all(model, optimizer)
+    return WindowOutcome(kept, dropped, dropped_through_data, mode.get_total_counts())
 
 
-def test_gradients_that_are_zero_on_one_rank_keep_their_weight_until_they_are_cleared() -> None:
-    # The message is that of the gradients: neither rank asks for a new divisor. No other message is
-    # counted, so that replicas are compared in saves alone.
-    for result in run_in_ranks(train_with_zero_gradients_on_one_rank, check_replicas=True):
-        assert result == WindowOutcome(kept=1.5, dropped=2.0, messages=1)
+# A scale with which no gradient overflows.
+SCALED = replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**8))
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", SCALED], ids=["32-true", "16-mixed"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_that_are_zero_on_one_rank_keep_their_weight_until_they_are_cleared(
+    strategy: str, precision: Any, syncs: bool
+) -> None:
+    # Replicas are compared in saves alone, so that no such message is counted.
+    first, second = run_in_ranks(
+        train_with_zero_gradients_on_one_rank,
+        syncs,
+        strategy=strategy,
+        precision=precision,
+        check_replicas=True,
+    )
+    # Both ranks make the same collectives: neither asks alone for a new divisor.
+    assert first == second
+    assert first.kept == [1.5, 1.0]
+    assert first.dropped == first.dropped_through_data == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("reads_at_once", [True, False])
