@@ -79,16 +79,20 @@ class Fabric(_Fabric):
             # Scripts pass `fabric._loggers`, a list in Lightning, to another Fabric.
             options["loggers"] = options["loggers"].user_loggers
         strategy = options["strategy"]
-        if isinstance(strategy, SingleDeviceStrategy):
-            # Processes of a launcher may each have a single device. They do not form a job.
-            options.setdefault("environment", "none")
         sorted_plugins = _sort_plugins(as_list(plugins))
         _refuse_plugins_set_twice(sorted_plugins, options)
-        cluster = sorted_plugins.get("cluster_environment")
-        if cluster is None:
-            cluster = _take_cluster_environment(strategy)
+        environment_of_strategy = _cluster_environment_of(strategy)
+        cluster = sorted_plugins.get("cluster_environment", environment_of_strategy)
         if cluster is not None:
+            _refuse_second_environment(cluster, options)
             options["environment"] = _environment(cluster, options)
+            if cluster is environment_of_strategy:
+                # While Fabric is constructed, the attribute may only have an environment of fabric.
+                # Then _plan_process() sets the attribute again.
+                strategy.cluster_environment = None
+        elif isinstance(strategy, SingleDeviceStrategy):
+            # Processes of a launcher may each have a single device. They do not form a job.
+            options.setdefault("environment", "none")
         options["precision"] = sorted_plugins.get("precision", options["precision"])
         if options["precision"] is not None:
             options["precision"] = precision_object(options["precision"])
@@ -494,17 +498,27 @@ def _refuse_plugins_set_twice(plugins: Mapping[str, Any], options: Mapping[str, 
             )
 
 
-def _take_cluster_environment(strategy: Any) -> ClusterEnvironment | None:
-    """Remove a cluster environment from a strategy and return it, or None if there is none.
+def _refuse_second_environment(cluster: ClusterEnvironment, options: Mapping[str, Any]) -> None:
+    """Raise a ConfigurationError if the arguments of ``Fabric`` name an environment, too.
 
-    While ``Fabric`` is constructed, the attribute may only have an environment of fabric. Then
-    ``_plan_process`` sets the attribute again.
+    ``cluster`` is the environment of a plugin or of the strategy.
     """
-    cluster = getattr(strategy, "cluster_environment", None)
-    if not isinstance(cluster, ClusterEnvironment):
-        return None
-    strategy.cluster_environment = None
-    return cluster
+    environment = options.get("environment")
+    if environment is not None:
+        raise ConfigurationError(
+            f"Fabric(environment={environment!r}) with {type(cluster).__name__}(...)",
+            problem="the environment is set in several places",
+            expected="one place for each option",
+            suggestion="Fabric() without environment=",
+        )
+
+
+def _cluster_environment_of(strategy: Any) -> ClusterEnvironment | None:
+    """Return the environment of Lightning that a strategy has, or None if there is none."""
+    environment = getattr(strategy, "cluster_environment", None)
+    if isinstance(environment, ClusterEnvironment):
+        return environment
+    return None
 
 
 def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:

@@ -234,6 +234,15 @@ TWO_PLACES: dict[str, dict[str, Any]] = {
         "strategy": DDPStrategy(checkpoint_io=TorchCheckpointIO()),
     },
     "two environments": {"plugins": [LightningEnvironment(), LightningEnvironment()]},
+    "environment of the strategy": {
+        "plugins": LightningEnvironment(),
+        "strategy": DDPStrategy(cluster_environment=LightningEnvironment()),
+    },
+    "environment and plugin": {"plugins": LightningEnvironment(), "environment": "none"},
+    "environment and that of the strategy": {
+        "strategy": DDPStrategy(cluster_environment=LightningEnvironment()),
+        "environment": "none",
+    },
 }
 
 
