@@ -413,6 +413,49 @@ def test_an_evaluation_that_counts_each_sample_at_most_once_does_not_warn(
     assert run_in_ranks(run) == [[], []]
 
 
+def count_as_the_warning_says(fabric: Fabric, remedy: str) -> tuple[list[str], list[float]]:
+    """Evaluate seven samples. Return the texts of the warnings, and the samples that count here.
+
+    Without a remedy, the samples of the batches count.
+    """
+    options: dict[str, Any] = {}
+    if 'uneven="drop"' in remedy:
+        options["uneven"] = "drop"
+    model = fabric.setup(torch.nn.Linear(1, 1)).eval()
+    plain_loader = DataLoader(torch.arange(7.0).unsqueeze(1), batch_size=2)
+    loader = fabric.setup_dataloaders(plain_loader, **options)
+    counted: list[float] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            with torch.no_grad():
+                model(batch)
+            results = batch
+            if "gather_for_metrics" in remedy:
+                results = fabric.gather_for_metrics(batch)
+            counted.extend(results.flatten().tolist())
+    return [str(warning.message) for warning in caught], counted
+
+
+REMEDIES = ["fabric.gather_for_metrics(results)", 'setup_dataloaders(loader, uneven="drop")']
+
+
+def test_both_remedies_of_an_evaluation_that_counts_samples_twice_count_none_twice() -> None:
+    (texts, first), (_, second) = run_in_ranks(count_as_the_warning_says, "")
+    [text] = texts
+    for remedy in REMEDIES:
+        assert remedy in text
+    assert sorted(first + second) == [0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    for texts, samples in run_in_ranks(count_as_the_warning_says, REMEDIES[0]):
+        assert texts == []
+        assert samples == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    (first_texts, first), (second_texts, second) = run_in_ranks(
+        count_as_the_warning_says, REMEDIES[1]
+    )
+    assert first_texts == second_texts == []
+    assert sorted(first + second) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def train_in_an_uneven_loop(fabric: Fabric) -> int:
     model = fabric.setup(torch.nn.Linear(1, 1))
     plain_loader = DataLoader(torch.arange(7.0).unsqueeze(1), batch_size=2)

@@ -2,11 +2,12 @@
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -21,19 +22,32 @@ from tests.ranks import run_in_ranks
 SEED = 3
 
 
-def draw() -> tuple[float, float]:
-    """Return a number of torch's stream, and a number of Python's."""
-    return torch.rand(()).item(), random.random()
+class Numbers(NamedTuple):
+    """A number of each of the random streams."""
+
+    torch: float
+    python: float
+    numpy: float
 
 
-def draw_plainly(count: int) -> list[tuple[float, float]]:
+def draw() -> Numbers:
+    return Numbers(torch.rand(()).item(), random.random(), numpy.random.random())
+
+
+def are_different(draws: Sequence[Numbers]) -> bool:
+    """Return whether each stream has different numbers in all draws."""
+    return all(len(set(numbers)) == len(draws) for numbers in zip(*draws, strict=True))
+
+
+def draw_plainly(count: int) -> list[Numbers]:
     """Return the first numbers of a single process that knows nothing of ranks."""
     torch.manual_seed(SEED)
     random.seed(SEED)
+    numpy.random.seed(SEED)
     return [draw() for _ in range(count)]
 
 
-def draw_around_setup(fabric: Fabric, per_rank: Any) -> list[tuple[float, float]]:
+def draw_around_setup(fabric: Fabric, per_rank: Any) -> list[Numbers]:
     fabric.seed_everything(SEED, per_rank=per_rank)
     before = draw()
     model = nn.Linear(1, 1)
@@ -42,7 +56,7 @@ def draw_around_setup(fabric: Fabric, per_rank: Any) -> list[tuple[float, float]
     return [before, draw()]
 
 
-def numbers_around_setup(ranks: int, per_rank: Any) -> list[list[tuple[float, float]]]:
+def numbers_around_setup(ranks: int, per_rank: Any) -> list[list[Numbers]]:
     return run_in_ranks(draw_around_setup, per_rank, ranks=ranks)
 
 
@@ -52,7 +66,7 @@ def test_each_process_has_its_own_streams_after_the_setup_of_a_module() -> None:
     assert first == plain
     assert second[0] == plain[0]
     assert third[0] == plain[0]
-    assert len({first[1], second[1], third[1]}) == 3
+    assert are_different([first[1], second[1], third[1]])
 
 
 def test_one_process_draws_the_numbers_of_the_plain_loop() -> None:
@@ -71,7 +85,7 @@ def test_another_value_is_refused() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def draw_and_save(fabric: Fabric, path: Path) -> tuple[float, float]:
+def draw_and_save(fabric: Fabric, path: Path) -> Numbers:
     """Save, and return the numbers that follow."""
     fabric.seed_everything(SEED, per_rank="after_setup")
     model = fabric.setup(nn.Linear(1, 1))
@@ -80,7 +94,7 @@ def draw_and_save(fabric: Fabric, path: Path) -> tuple[float, float]:
     return draw()
 
 
-def load_and_draw(fabric: Fabric, path: Path, loads_first: bool) -> tuple[float, float]:
+def load_and_draw(fabric: Fabric, path: Path, loads_first: bool) -> Numbers:
     fabric.seed_everything(SEED, per_rank="after_setup")
     module = nn.Linear(1, 1)
     if loads_first:
@@ -100,7 +114,7 @@ def test_a_resumed_process_continues_its_streams_and_a_new_one_has_its_own(
     expected = run_in_ranks(draw_and_save, path)
     first, second, third = run_in_ranks(load_and_draw, path, loads_first, ranks=3)
     assert [first, second] == expected
-    assert len({first, second, third}) == 3
+    assert are_different([first, second, third])
     [alone] = run_in_ranks(load_and_draw, path, loads_first, ranks=1)
     assert alone == expected[0]
 
@@ -155,7 +169,7 @@ def test_processes_with_their_own_streams_read_different_samples_of_one_order() 
 # -- ranks that read the same batch ----------------------------------------------------------------
 
 
-def draw_on_a_mesh(fabric: Fabric, per_rank: Any) -> list[tuple[float, float]]:
+def draw_on_a_mesh(fabric: Fabric, per_rank: Any) -> list[Numbers]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fabric.seed_everything(SEED, per_rank=per_rank)
     fabric.setup(model)
