@@ -967,11 +967,22 @@ def prefixed(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def file_contents(net: nn.Module) -> dict[str, Any]:
     """Return the contents of files of other tools, with the words of the line that loads each."""
     state = dict(net.state_dict())
+    with_compiled_layer: dict[str, Tensor] = {}
+    for name, value in prefixed(state, "model.").items():
+        with_compiled_layer[name.replace("out.", "out._orig_mod.")] = value
     return {
         "fabric.load(path, {'model_state_dict': model})": {"model_state_dict": state, "epoch": 1},
         "fabric.load_raw(path, model)": state,
         "key.removeprefix('model.')": {"state_dict": prefixed(state, "model."), "epoch": 1},
         "key.removeprefix('module.')": {"model": prefixed(state, "module.")},
+        "name.removeprefix('module.')": prefixed(state, "module."),
+        # Of compiled modules.
+        "fabric.load(path, {'net': model})": {"net": prefixed(state, "_orig_mod."), "epoch": 1},
+        "load_raw(path, model)": prefixed(state, "_orig_mod."),
+        "key.replace('_orig_mod.', '')": {"state_dict": with_compiled_layer, "epoch": 1},
+        "rename=lambda name": prefixed(state, "_orig_mod.module."),
+        "removeprefix('model.')": {"state_dict": prefixed(state, "model._orig_mod."), "epoch": 1},
+        "removeprefix('module.')": {"model": prefixed(state, "_orig_mod.module.")},
     }
 
 
@@ -993,6 +1004,30 @@ def test_the_error_of_a_file_of_other_names_shows_the_line_that_loads_it(
             # The line works as it is written.
             exec(suggestion, {"fabric": fabric, "path": path, "model": model})
             torch.testing.assert_close(model.out.weight, saved.out.weight)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_names_of_a_compiled_module_load_into_one_that_is_not_compiled(
+    prefix: str, tmp_path: Path
+) -> None:
+    saved = NormNet()
+    entries = prefixed(saved.state_dict(), f"_orig_mod.{prefix}")
+    path = tmp_path / "bare.pt"
+    torch.save(entries, path)
+    torch.save({"model": prefixed(saved.state_dict(), "_orig_mod.")}, tmp_path / "entries.pt")
+    with single() as fabric:
+        model = fabric.setup(NormNet())
+        fabric.load(tmp_path / "entries.pt", {"model": model})
+        torch.testing.assert_close(model.out.weight, saved.out.weight)
+        model = fabric.setup(NormNet())
+        if prefix:
+            with pytest.raises(CheckpointError) as caught:
+                fabric.load_raw(path, model)
+            line = f"fabric.load_raw(path, model, {caught.value.suggestion})"
+            exec(line, {"fabric": fabric, "path": path, "model": model})
+        else:
+            fabric.load_raw(path, model)
+        torch.testing.assert_close(model.out.weight, saved.out.weight)
 
 
 def test_a_load_by_name_that_would_leave_a_module_as_it_is_raises(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
         content: the entries of a state dict.
         rename: the new name of each name, as a mapping or a function. Names that a mapping does not
             have stay as they are. An entry whose new name is None is left out. If ``rename`` itself
-            is None, all names stay.
+            is None, all names stay. Of a compiled module, a name that stays is renamed once more
+            without the names of torch's wrapper modules.
 
     Raises:
         ConfigurationError: two entries get the same name.
@@ -174,11 +175,11 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
     renamed.clear()
     sources: dict[str, str] = {}
     for name, value in content.items():
-        new_name = name
-        if isinstance(rename, Mapping):
-            new_name = rename.get(name, name)
-        else:
-            new_name = rename(name)
+        new_name = _new_name(name, rename)
+        name_if_not_compiled = plain_name(name)
+        if new_name == name and name_if_not_compiled != name:
+            # The names of a compiled module may be renamed as if it were not compiled.
+            new_name = _new_name(name_if_not_compiled, rename)
         if new_name is None:
             continue
         if new_name in renamed:
@@ -187,6 +188,15 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
         renamed[new_name] = value
         sources[new_name] = name
     return renamed
+
+
+def _new_name(
+    name: str, rename: Mapping[str, str | None] | Callable[[str], str | None]
+) -> str | None:
+    """Return the new name of an entry, or None to leave it out. See :func:`rename_entries`."""
+    if isinstance(rename, Mapping):
+        return rename.get(name, name)
+    return rename(name)
 
 
 def add_tied_names(module: nn.Module, content: State) -> PlainState:
