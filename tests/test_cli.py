@@ -149,6 +149,14 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
     assert len(lines) - first < 10
 
 
+def test_the_report_of_a_rank_that_ended_early_ends_with_this_cause(tmp_path, fabric_run):
+    name = script(tmp_path, "if rank == 0: dist.barrier()", begin=JOIN)
+    run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
+    assert run.returncode == 1
+    last_line = run.stderr.rstrip().splitlines()[-1]
+    assert "rank 1 of 2 exited with exit code 0: it ended early" in last_line
+
+
 @pytest.mark.slow
 def test_the_exit_code_of_the_script_is_passed_on(tmp_path, fabric_run):
     name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()", begin=JOIN)

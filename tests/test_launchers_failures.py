@@ -269,9 +269,6 @@ def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
         ),
         pytest.param(("fail_in_teardown",), 1, "rank 1 of 2 failed", marks=pytest.mark.slow),
         pytest.param(
-            ("leave_early",), 1, "rank 1 of 2 exited with exit code 0", marks=pytest.mark.slow
-        ),
-        pytest.param(
             ("fork_a_child",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow
         ),
         pytest.param(
@@ -283,6 +280,13 @@ def test_popen_passes_exit_codes_on_and_names_the_cause(popen, action, code, wor
     process = popen("popen", *action)
     assert process.returncode == code
     assert words in process.stderr
+
+
+def test_the_last_line_of_a_script_names_the_rank_that_ended_early(popen):
+    process = popen("popen", "leave_early")
+    assert process.returncode == 1
+    last_line = process.stderr.rstrip().splitlines()[-1]
+    assert "rank 1 of 2 exited with exit code 0: it ended early" in last_line
 
 
 def test_a_script_without_a_guard_can_fork(popen):
