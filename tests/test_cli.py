@@ -674,9 +674,49 @@ def test_python_m_fabric_is_the_command_and_the_readme_says_so(python_m) -> None
     assert "`python -m fabric run ...` is always this one" in readme
 
 
+def checkout_without_metadata(folder: Path) -> dict[str, str]:
+    """Make a folder a checkout of fabric. Return the variables for an interpreter that runs there.
+
+    With them and the option -S, the interpreter has the installed packages but not the metadata of
+    this one.
+    """
+    checkout = Path(package.__file__).parents[1]
+    (folder / "fabric").symlink_to(checkout / "fabric")
+    packages = folder / "packages"
+    packages.mkdir()
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if "fabric" not in path.name:
+            (packages / path.name).symlink_to(path)
+    return {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
+
+
 def test_the_command_works_in_a_checkout_without_metadata(tmp_path: Path) -> None:
-    (tmp_path / "fabric").symlink_to(Path(package.__file__).parent)
-    # The option -S leaves out installed packages, and with them their metadata.
-    command = [sys.executable, "-S", "-m", "fabric", "--version"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.stdout == f"fabric {package.__version__}\n", process.stderr
+    variables = checkout_without_metadata(tmp_path)
+    text = """
+        from importlib.metadata import PackageNotFoundError, version
+        import torch, fabric
+        try:
+            version("torch-fabric")
+        except PackageNotFoundError:
+            job = fabric.Fabric()
+            job.launch()
+            total = job.all_reduce(torch.ones(()), reduce_op="sum")
+            print(f"rank {rank}: {int(total)} ranks of {fabric.__version__}")
+        """
+    name = script(tmp_path, text)
+    outputs: list[list[str]] = []
+    for arguments in (["--version"], ["run", "--devices", "2", "--accelerator", "cpu", name]):
+        process = subprocess.run(
+            [sys.executable, "-S", "-m", "fabric", *arguments],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE,
+        )
+        assert process.returncode == 0, process.stderr
+        outputs.append(sorted(process.stdout.splitlines()))
+    assert outputs[0] == [f"fabric {package.__version__}"]
+    lines = [f"rank {rank}: 2 ranks of {package.__version__}" for rank in range(2)]
+    assert outputs[1] == lines

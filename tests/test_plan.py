@@ -15,6 +15,7 @@ from fabric.launchers import ProcessLauncher
 from fabric.precision import PRECISIONS
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from tests.ranks import run_in_ranks
 
 TWO_RANKS = {
     "RANK": "1",
@@ -65,6 +66,29 @@ def test_several_devices_mean_ddp_in_processes_that_are_still_to_start() -> None
     fabric = plan(devices=3)
     assert isinstance(fabric.strategy, DDPStrategy)
     assert processes(fabric) == "3 on 1 node(s), by popen"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        ("ddp_forkserver", "processes    2 on 1 node(s), by forkserver"),
+        ("dp", "replicas     2 of each module, in this process"),
+    ],
+)
+def test_two_devices_of_a_cpu_are_counted_and_not_listed(strategy: str, line: str) -> None:
+    fabric = plan(devices=2, strategy=strategy)
+    assert repr(fabric) == fabric.describe()
+    lines = repr(fabric).splitlines()
+    assert lines[0] == "accelerator  cpu"
+    assert line in lines
+
+
+def test_the_representation_in_each_of_two_processes_has_one_device_and_both_processes() -> None:
+    for rank, text in enumerate(run_in_ranks(repr)):
+        lines = text.splitlines()
+        assert lines[0] == "accelerator  cpu"
+        assert lines[3].startswith("processes    2 on 1 node(s), by ")
+        assert lines[4] == f"this one     rank {rank}, local rank {rank}"
 
 
 @pytest.mark.parametrize(
