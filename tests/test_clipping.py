@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_norm
 from fabric import Fabric
 from fabric.errors import ConfigurationError, NonFiniteGradientError, UsageError
 from fabric.optim.clipping import clip_gradients
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
@@ -229,10 +230,11 @@ def norms_without_an_optimizer(fabric: Fabric) -> list[float]:
     net = Net()
     model = fabric.setup(net)
     scales = fabric.setup(nn.ParameterList([nn.Parameter(torch.ones(2))]))
-    # The mean over two ranks equals the factor of a single process.
+    # The mean over two ranks with different samples equals the factor of a single process.
     factor = 1.5
-    if fabric.world_size == 2:
-        factor = 1.0 + fabric.global_rank
+    replicas = fabric.strategy._distinct_samples_communicator()
+    if replicas.size == 2:
+        factor = 1.0 + replicas.rank
     outputs = model(torch.ones(2, 4))
     loss = (outputs.sum() + scales[0].sum()) * factor
     fabric.backward(loss)
@@ -241,12 +243,39 @@ def norms_without_an_optimizer(fabric: Fabric) -> list[float]:
     return [norm.item(), clipped_norm.item()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradients_are_clipped_without_an_optimizer(strategy: str) -> None:
+SPLIT_LAYERS = {"encoder": "colwise", "blocks.0": "rowwise"}
+OPTIONS_WITHOUT_AN_OPTIMIZER: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "HYBRID_SHARD": {
+        "strategy": FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(1, 2)),
+    },
+    "tensor parallel": {
+        "strategy": ModelParallelStrategy(tp_plan=SPLIT_LAYERS, tensor_parallel_size=2),
+    },
+    "2 x 2": {
+        "strategy": ModelParallelStrategy(
+            tp_plan=SPLIT_LAYERS, data_parallel_size=2, tensor_parallel_size=2
+        ),
+        "ranks": 4,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "options", OPTIONS_WITHOUT_AN_OPTIMIZER.values(), ids=OPTIONS_WITHOUT_AN_OPTIMIZER
+)
+def test_gradients_are_clipped_without_an_optimizer(options: dict[str, Any]) -> None:
     [expected] = run_in_ranks(norms_without_an_optimizer, ranks=1, strategy="single_device")
     assert expected[1] == pytest.approx(0.5, abs=1e-5)
-    for norms in run_in_ranks(norms_without_an_optimizer, strategy=strategy):
+    for norms in run_in_ranks(norms_without_an_optimizer, **options):
         assert norms == pytest.approx(expected, abs=1e-5)
+
+
+def test_gradients_of_replicas_are_clipped_without_an_optimizer() -> None:
+    [expected] = run_in_ranks(norms_without_an_optimizer, ranks=1, strategy="single_device")
+    with Fabric(accelerator="cpu", devices=2, strategy="dp") as fabric:
+        assert norms_without_an_optimizer(fabric) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
