@@ -1,5 +1,6 @@
 """Jobs of SLURM, on a cluster of two hosts."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -74,3 +75,36 @@ def test_a_job_that_is_stopped_saves_goes_back_into_the_queue_and_goes_on(
             numbers.append(step["step"])
             assert (step["loss"], step["samples"]) == uninterrupted[step["step"]]
         assert numbers == list(uninterrupted)
+
+
+# The command takes the place of the shell, to which `scancel --batch` sends its signal.
+NOT_TO_REQUEUE = """#!/bin/sh
+#SBATCH --ntasks=2 --no-requeue --time=10 --open-mode=append --output=output.txt
+exec {command}
+"""
+
+
+def test_a_job_that_slurm_does_not_requeue_saves_and_ends_without_a_restart(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2"]
+    words += ["--max-restarts=3", *long_run(tmp_path, steps=3000), "--pause=0.1"]
+    (tmp_path / "job.sh").write_text(NOT_TO_REQUEUE.format(command=shlex.join(words)))
+    job = slurm.run("sbatch", "--parsable", "job.sh", cwd=tmp_path).strip()
+    record = tmp_path / "record"
+    slurm.run("sh", "-c", f"until grep -qs '\"step\": 5,' {record}; do sleep 0.1; done")
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for_end = f"until squeue -h -t all -j {job} -o %T | grep -E '{ENDED}'; do sleep 1; done"
+    state = slurm.run("sh", "-c", wait_for_end)
+    output = (tmp_path / "output.txt").read_text()
+    assert state == "FAILED\n", output
+    description = slurm.run("scontrol", "show", "job", job)
+    assert " Restarts=0 " in description
+    assert " ExitCode=75:0\n" in description
+    # The ranks have saved and are not started again in the last seconds of the job.
+    assert "is not back in the queue" in output
+    assert "fabric run: restart" not in output
+    numbers = [step["step"] for step in recorded_steps(record)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    latest = (tmp_path / "checkpoints" / "latest").read_text()
+    assert re.fullmatch(rf"\d+-step-{len(numbers)}\n", latest)
