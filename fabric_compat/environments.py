@@ -157,8 +157,9 @@ class TorchElasticEnvironment(_VariableEnvironment):
 
     @classmethod
     def detect(cls) -> bool:
-        # fabric's own launchers set the second variable.
-        return read_variable(os.environ, "TORCHELASTIC_RUN_ID", "FABRIC_STORE") is not None
+        if read_variable(os.environ, "FABRIC_STORE"):
+            return True  # fabric's own launchers started this rank
+        return "TORCHELASTIC_RUN_ID" in os.environ
 
     @property
     def main_address(self) -> str:

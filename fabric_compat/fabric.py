@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
@@ -345,6 +345,9 @@ class Fabric(_Fabric):
             hook = getattr(callback, hook_name, None)
             if callable(hook):
                 hook(*args, **_accepted_keywords(hook, kwargs))
+            elif hook is not None:
+                name = f"{type(callback).__name__}.{hook_name}"
+                rank_zero_warn(f"Skipping the callback `{name}` because it is not callable.")
 
     def all_gather(  # type: ignore[override]
         self, data: Any, group: Any = None, sync_grads: bool = False, **options: Any
@@ -416,12 +419,15 @@ def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the values of Lightning's environment variables, such as LT_DEVICES.
 
     Raises:
-        ValueError: An option and its variable differ, and the option is not the default.
+        ValueError: Lightning's command has set a variable that differs from its option, and the
+            option is not the default.
     """
+    # Variables that the user has set take precedence over the options, as in Lightning.
+    is_command_used = os.environ.get("LT_CLI_USED") == "1"
     for name, default in _DEFAULTS.items():
         option = options[name]
         value = os.environ.get(f"LT_{name.upper()}", option)
-        if str(option) not in (str(default), str(value)):
+        if is_command_used and str(option) not in (str(default), str(value)):
             raise ValueError(f"{name}={option!r} contradicts LT_{name.upper()}={value!r}")
         options[name] = value
     return options

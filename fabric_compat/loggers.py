@@ -8,6 +8,7 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
@@ -20,6 +21,10 @@ from fabric_compat.utilities import (
     _sanitize_params,
     convert_tensors_to_scalars,
 )
+from fabric_compat.wrappers import _unwrap_objects
+
+_TENSORBOARD_AVAILABLE = RequirementCache("tensorboard")
+_TENSORBOARDX_AVAILABLE = RequirementCache("tensorboardX")
 
 
 class Logger(ABC):
@@ -306,6 +311,10 @@ class TensorBoardLogger(_FileLogger):
         from torch.utils.tensorboard.summary import hparams
 
         flat_params = _sanitize_params(_flatten_dict(plain_params))
+        for name, value in flat_params.items():
+            # TensorBoard takes numbers and text.
+            if isinstance(value, Tensor):
+                flat_params[name] = value.item() if value.numel() == 1 else str(value)
         for summary in hparams(flat_params, dict(metrics)):
             self.experiment.file_writer.add_summary(summary, step)
 
@@ -334,4 +343,8 @@ class TensorBoardLogger(_FileLogger):
         if input_array is None:
             rank_zero_warn("log_graph() writes no graph: there is no input_array")
             return
-        self.experiment.add_graph(model, input_array)
+        if not isinstance(input_array, Tensor | tuple):
+            kind = type(input_array).__name__
+            rank_zero_warn(f"log_graph() writes no graph: an input of type {kind} can't be traced")
+            return
+        self.experiment.add_graph(_unwrap_objects(model), input_array)

@@ -456,13 +456,18 @@ def _init_process_group(**kwargs: Any) -> None:
     dist.init_process_group(**kwargs)
 
 
+def _new_process_group(**kwargs: Any) -> Any:
+    # torch's function is looked up here, so that a test may replace it.
+    return dist.new_group(**kwargs)
+
+
 class TorchCollective(Collective):
     """``torch.distributed`` over a group, or without :meth:`create_group` over the whole job."""
 
     is_available = staticmethod(dist.is_available)
     is_initialized = staticmethod(dist.is_initialized)
     init_group = staticmethod(_init_process_group)
-    new_group = staticmethod(dist.new_group)
+    new_group = staticmethod(_new_process_group)
 
     @property
     def group(self) -> Any:
@@ -494,6 +499,22 @@ class TorchCollective(Collective):
         return super().setup(**kwargs)
 
     @staticmethod
+    def _convert_to_native_op(op: Any) -> Any:
+        """Return a reduction of torch, given as it is or by its name.
+
+        Raises:
+            ValueError: there is no such reduction.
+        """
+        if not isinstance(op, str):
+            if type(op).__name__ in ("ReduceOp", "RedOpType"):
+                return op
+            raise ValueError(f"Unsupported op {op!r} of type {type(op).__name__}")
+        native_op = getattr(dist.ReduceOp, op.upper(), None)
+        if native_op is None:
+            raise ValueError(f"op {op!r} is not a member of `ReduceOp`")
+        return native_op
+
+    @staticmethod
     def destroy_group(group: Any) -> None:
         # A rank outside of the group has no group to destroy.
         if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
@@ -503,21 +524,21 @@ class TorchCollective(Collective):
 def _bind(signature: Signature, group: Any, args: Any, kwargs: Any) -> BoundArguments:
     """Bind arguments to a collective of torch. A reduction given as a string becomes a ReduceOp."""
     bound = signature.bind(*args, **kwargs, group=group)
-    op = bound.arguments.get("op")
-    if isinstance(op, str):
-        bound.arguments["op"] = getattr(dist.ReduceOp, op.upper())
+    if "op" in bound.arguments:
+        op = bound.arguments["op"]
+        bound.arguments["op"] = TorchCollective._convert_to_native_op(op)
     return bound
 
 
 def _barrier_method(name: str) -> Any:
     """Return a method that waits for the other ranks of the group, if this rank is in the group."""
-    function: Any = getattr(dist, name)
-    signature = inspect.signature(function)
+    signature = inspect.signature(getattr(dist, name))
 
     def method(self: TorchCollective, *args: Any, **kwargs: Any) -> None:
         bound = _bind(signature, self.group, args, kwargs)
         if self.group != dist.GroupMember.NON_GROUP_MEMBER:
-            function(*bound.args, **bound.kwargs)
+            # Looked up at each call, so that a test may replace torch's function.
+            getattr(dist, name)(**bound.arguments)
 
     method.__name__ = name
     method.__doc__ = f"Call ``torch.distributed.{name}`` over the group."
@@ -529,12 +550,12 @@ def _collective_method(name: str, output_position: int) -> Any:
 
     ``output_position`` is the position of this argument.
     """
-    function: Any = getattr(dist, name)
-    signature = inspect.signature(function)
+    signature = inspect.signature(getattr(dist, name))
 
     def method(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
         bound = _bind(signature, self.group, args, kwargs)
-        function(*bound.args, **bound.kwargs)
+        # Looked up at each call, so that a test may replace torch's function.
+        getattr(dist, name)(**bound.arguments)
         return list(bound.arguments.values())[output_position]
 
     method.__name__ = name

@@ -1,6 +1,7 @@
 """Fabric's strategies with Lightning's names and arguments."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from fabric.checkpoint.state import StateDicts
 from fabric.errors import ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import ParallelStrategy, Strategy, StrategyName
-from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter
+from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter, created_on
 from fabric.world import World
 from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
@@ -159,6 +160,10 @@ class _LightningStrategy(Strategy):
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """Return a context in which new tensors get the strategy's device and precision."""
+        return created_on(self.root_device, self.runtime.precision.param_dtype)
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
@@ -250,7 +255,11 @@ class DDPStrategy(_LightningStrategy, strategies.DDPStrategy):
             self.ddp_kwargs["process_group"] = process_group
 
 
-class FSDPStrategy(_LightningStrategy, strategies.FSDPStrategy):
+class _Sharded:
+    """The base class of strategies that shard parameters, for ``isinstance``."""
+
+
+class FSDPStrategy(_LightningStrategy, _Sharded, strategies.FSDPStrategy):
     """FSDP2 with the options of FSDP1.
 
     ``activation_checkpointing_policy`` has the signature of a wrapping policy of FSDP1:

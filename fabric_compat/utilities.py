@@ -2,11 +2,12 @@
 
 import copy
 import json
+import logging
 import os
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -64,10 +65,45 @@ def __getattr__(name: str) -> Any:
         return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
     if not hasattr(_rank_zero, name):
         return missing(__name__, name)
-    # Functions such as rank_zero_info() read the rank. It is set here, and not when this file is
+    # Functions such as rank_zero_warn() read the rank. It is set here, and not when this file is
     # imported, because the variables of the rank may not be set yet at that time.
     set_default_rank()
     return getattr(_rank_zero, name)
+
+
+# messages
+
+# Scripts set the level of the logger of this name.
+_log = logging.getLogger("lightning.fabric")
+
+
+def _open_log() -> None:
+    """Make messages visible, unless the program has configured the logger or the root logger."""
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
+    if not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler())
+        # A root logger that is configured later would print the messages once more.
+        _log.propagate = False
+
+
+def rank_zero_info(*args: Any, **kwargs: Any) -> None:
+    """Log a message on rank 0, by default on standard error."""
+    set_default_rank()
+    _log_on_rank_zero(logging.INFO, *args, **kwargs)
+
+
+def rank_zero_debug(*args: Any, **kwargs: Any) -> None:
+    """Log a message at the level DEBUG on rank 0."""
+    set_default_rank()
+    _log_on_rank_zero(logging.DEBUG, *args, **kwargs)
+
+
+@_rank_zero.rank_zero_only
+def _log_on_rank_zero(level: int, *args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Log a message. By default, its line is that of the caller of ``rank_zero_info``."""
+    _open_log()
+    _log.log(level, *args, stacklevel=stacklevel, **kwargs)
 
 
 # types
@@ -90,6 +126,10 @@ class MisconfigurationException(Exception):
 
 class PossibleUserWarning(UserWarning):
     """A warning that may be a false alarm."""
+
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """A warning of a name that Lightning will remove. This package emits none."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
@@ -130,8 +170,6 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     value = os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed
     seed = seeding.seed_everything(int(value))
     if verbose:
-        # __getattr__() also sets the rank that rank_zero_info() reads.
-        rank_zero_info = __getattr__("rank_zero_info")
         rank_zero_info(f"Seed set to {seed}")
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
@@ -478,6 +516,18 @@ def _is_local_file_protocol(path: _PATH) -> bool:
 
 def _is_dir(fs: Any, path: _PATH, strict: bool = False) -> bool:
     return fs.isdir(str(path))
+
+
+def _move_state_into(
+    source: MutableMapping[str, Any], destination: MutableMapping[str, Any], keys: Iterable[str]
+) -> None:
+    """Move entries of a checkpoint to the user's state. Objects with a state dict load theirs."""
+    for key in list(keys):  # the keys may be those of source
+        state = source.pop(key)
+        if isinstance(destination.get(key), _Stateful):
+            destination[key].load_state_dict(state)
+        else:
+            destination[key] = state
 
 
 def _atomic_save(checkpoint: dict[str, Any], filepath: _PATH) -> None:

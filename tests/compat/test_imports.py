@@ -129,6 +129,25 @@ def test_all_names_of_a_module_are_one_object_and_names_without_counterparts_imp
     assert capfd.readouterr().err == ""
 
 
+MESSAGES = """
+import fabric_compat.installed
+import logging
+from lightning.fabric.utilities import rank_zero_info
+rank_zero_info("first")
+logging.basicConfig(format="root: %(message)s")
+rank_zero_info("second")
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+rank_zero_info("third")
+"""
+
+
+def test_messages_of_rank_0_are_printed_once_and_can_be_silenced(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run(MESSAGES)
+    assert capfd.readouterr().err == "first\nsecond\n"
+
+
 # Lines of code, and what their error says.
 REFUSED = {
     "from lightning import Trainer; Trainer()": "start the script without fabric_compat",

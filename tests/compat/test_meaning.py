@@ -1,6 +1,7 @@
 """Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
 
 import json
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -50,9 +52,12 @@ from fabric_compat.strategies import DDPStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
 from fabric_compat.utilities import (
     AttributeDict,
+    _move_state_into,
     _sync_ddp_if_available,
     isolate_rng,
     pl_worker_init_function,
+    rank_zero_debug,
+    rank_zero_info,
     seed_everything,
 )
 from fabric_compat.wrappers import (
@@ -110,6 +115,21 @@ def means(fabric: Fabric) -> Any:
         (flag.item(), fabric.all_reduce(rank == 0).item()),
         synced.tolist(),
     )
+
+
+def test_a_collective_calls_the_function_that_torch_has_at_that_time() -> None:
+    tensor = torch.ones(1)
+    collective = TorchCollective()
+    with patch("torch.distributed.new_group") as new_group:
+        group = collective.create_group(ranks=[0]).group
+    new_group.assert_called_once_with(ranks=[0])
+    with patch("torch.distributed.all_reduce") as all_reduce:
+        assert collective.all_reduce(tensor, op="max") is tensor
+    all_reduce.assert_called_once_with(tensor=tensor, op=ReduceOp.MAX, group=group)
+    with pytest.raises(ValueError, match="op 'most' is not a member of `ReduceOp`"):
+        collective.all_reduce(tensor, op="most")
+    with pytest.raises(ValueError, match="Unsupported op 3 of type int"):
+        collective.all_reduce(tensor, op=3)
 
 
 def test_the_mean_of_complex_numbers_is_complex_and_that_of_integers_is_cut_off() -> None:
@@ -413,6 +433,8 @@ def test_callbacks_are_called_with_the_keywords_that_they_take() -> None:
         optimizer.step()
         fabric.call("mine", x=1, y=2)
         fabric.call("nothing")
+        with pytest.warns(UserWarning, match=r"`Callback.seen` because it is not callable"):
+            fabric.call("seen")
     assert callback.seen == [("setup", "_FabricModule"), ("step", "SGD"), 1]
 
 
@@ -502,6 +524,10 @@ def test_the_variables_of_its_command_fill_in_arguments(monkeypatch: Any) -> Non
     monkeypatch.setenv("LT_DEVICES", "1")
     with Fabric() as fabric:
         assert fabric.precision.name == "bf16-mixed"
+    # Without Lightning's command, the variables take precedence.
+    with Fabric(precision="64-true") as fabric:
+        assert fabric.precision.name == "bf16-mixed"
+    monkeypatch.setenv("LT_CLI_USED", "1")
     with pytest.raises(ValueError, match="LT_PRECISION='bf16-mixed'"):
         Fabric(precision="64-true")
 
@@ -515,6 +541,21 @@ def test_seeding_is_a_static_method_with_a_default(monkeypatch: Any) -> None:
     assert torch.equal(torch.rand(3), first)
     with pytest.raises(ValueError, match="seed_everything\\(-1\\)"):
         Fabric.seed_everything(-1)
+
+
+def test_messages_of_rank_0_go_to_the_logger_of_lightning(
+    monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    with patch.dict(os.environ), isolate_rng():
+        Fabric.seed_everything(7)
+        Fabric.seed_everything(7, verbose=False)
+    rank_zero_info("%s steps", 3)
+    rank_zero_debug("a detail")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    rank_zero_info("on rank 1")
+    expected = [("lightning.fabric", logging.INFO, text) for text in ("Seed set to 7", "3 steps")]
+    assert caplog.record_tuples == expected
 
 
 @patch.dict(os.environ)
@@ -683,6 +724,16 @@ def test_the_hyperparameters_may_be_dataclasses(params: Any, tmp_path: Path) -> 
     assert b"hp_metric" not in events.read_bytes()
 
 
+def test_hyperparameters_of_tensorboard_may_be_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path)
+    tensors = {"weights": torch.ones(2, 3), "array": numpy.ones(2), "scale": torch.tensor(0.5)}
+    logger.log_hyperparams(tensors)
+    logger.finalize("success")
+    [events] = Path(logger.log_dir).iterdir()
+    assert b"tensor([[1., 1., 1.]" in events.read_bytes()
+
+
 def test_the_options_of_tensorboards_writer_are_those_of_the_logger(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path, max_queue=3, filename_suffix=".mine")
@@ -715,13 +766,27 @@ def test_a_checkpoint_is_removed_with_its_folder_and_may_be_missing(tmp_path: Pa
         assert not (tmp_path / path).exists()
 
 
+def test_entries_of_a_checkpoint_move_to_the_state_of_the_user() -> None:
+    module = nn.Linear(1, 1)
+    weights = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    content: dict[str, Any] = {"model": weights, "step": 3, "rest": 4}
+    state: dict[str, Any] = {"model": module, "step": 0}
+    _move_state_into(content, state, keys={"model", "step"})
+    assert torch.equal(module.weight, torch.ones(1, 1))
+    assert state == {"model": module, "step": 3}
+    assert content == {"rest": 4}
+
+
 def test_a_graph_is_written_for_an_input(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path)
     module = nn.Linear(2, 1)
     with pytest.warns(UserWarning, match="there is no input_array"):
         logger.log_graph(module)
-    logger.log_graph(module, torch.ones(1, 2))
+    with pytest.warns(UserWarning, match="an input of type dict can't be traced"):
+        logger.log_graph(module, {"x": torch.ones(1, 2)})
+    with single() as fabric:
+        logger.log_graph(fabric.setup(module), torch.ones(1, 2))
     logger.finalize("success")
     [events] = Path(logger.log_dir).iterdir()
     assert b"Linear" in events.read_bytes()

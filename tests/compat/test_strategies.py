@@ -11,13 +11,14 @@ from torch.distributed.fsdp import ShardingStrategy
 from fabric.errors import ConfigurationError, UsageError
 from fabric_compat import Fabric
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
-from fabric_compat.plugins import FSDPPrecision, LightningEnvironment
+from fabric_compat.plugins import FSDPPrecision, LightningEnvironment, precision_object
 from fabric_compat.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    _Sharded,
 )
 from tests.ranks import SharedRanks
 
@@ -32,6 +33,20 @@ def test_a_strategy_that_is_not_started_is_the_only_rank() -> None:
     tensor = torch.ones(2)
     assert strategy.all_gather(tensor) is tensor
     assert strategy.all_reduce(tensor, reduce_op="sum") is tensor
+
+
+@pytest.mark.parametrize("name", ["16-true", "bf16-true", "64-true"])
+def test_tensors_that_a_strategy_makes_have_its_precision(name: str) -> None:
+    precision = precision_object(name)
+    with SingleDeviceStrategy(precision=precision).tensor_init_context():
+        assert torch.ones(1).dtype == precision.param_dtype
+        assert torch.ones(1, dtype=torch.float32).dtype == torch.float32
+    assert torch.ones(1).dtype == torch.float32
+
+
+def test_only_strategies_that_shard_are_sharded() -> None:
+    assert isinstance(FSDPStrategy(), _Sharded)
+    assert not isinstance(DDPStrategy(), _Sharded)
 
 
 def ranks_of(strategy: Any) -> Any:
