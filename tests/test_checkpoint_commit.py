@@ -55,6 +55,20 @@ def test_readers_see_the_old_file_until_the_end(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
+def test_the_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    # A rename may reach the disk before the content, and the power may fail in between.
+    path = tmp_path / "file"
+    flushed = []
+
+    def record(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_size, path.read_bytes()))
+
+    write(path, b"old")
+    monkeypatch.setattr(os, "fsync", record)
+    write(path, b"new content")
+    assert flushed[0] == (len(b"new content"), b"old")
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_mode_follows_the_umask(tmp_path, mask):
     before = os.umask(mask)

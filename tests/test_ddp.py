@@ -500,6 +500,8 @@ def two_steps_unused(fabric: Fabric) -> str:
     module = PartlyUnused()
     # torch does not count frozen parameters.
     module.used.bias.requires_grad_(False)
+    # torch names only the numbers of the parameters. This module has fewer.
+    other_model = fabric.setup(nn.Linear(4, 4, bias=False))
     model = fabric.setup(module)
 
     def steps() -> None:
@@ -507,7 +509,9 @@ def two_steps_unused(fabric: Fabric) -> str:
             loss = model(torch.ones(2, 4)).sum()
             fabric.backward(loss)
 
-    return outcome(steps)
+    result = outcome(steps)
+    del other_model
+    return result
 
 
 def test_an_unused_parameter_is_named() -> None:

@@ -130,7 +130,9 @@ def test_classes_that_do_not_occur_are_refused() -> None:
     assert "Block" in caught.value.expected
 
 
-@pytest.mark.parametrize("policy", ["Block", 0, True, 1.5, [3], int, torch.Tensor, []])
+@pytest.mark.parametrize(
+    "policy", ["Block", 0, True, 1.5, [3], [nn.Linear, 3], int, torch.Tensor, []]
+)
 def test_a_value_that_is_no_policy_is_refused(policy: object) -> None:
     with pytest.raises(ArgumentTypeError, match="auto_wrap_policy="):
         parse_wrap_policy(policy)

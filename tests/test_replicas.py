@@ -143,6 +143,12 @@ def change_parameter(loop: Loop) -> None:
     local(loop.model.second.bias).mul_(1.5)
 
 
+def change_all_parameters(loop: Loop) -> None:
+    loop.step()
+    for parameter in loop.model.parameters():
+        local(parameter).mul_(1.5)
+
+
 def change_state(loop: Loop) -> None:
     loop.step()
     for slots in loop.optimizer.state.values():
@@ -165,6 +171,7 @@ DRIFTS: Mapping[Callable[[Loop], object], str] = {
     decay_more: "weight_decay of AdamW differs: 0.01 on ",
     skip_average: "the number of updates of the averages of Masked differs: ",
     change_parameter: "no other parameter differs: it was changed outside of optimizer.step()",
+    change_all_parameters: "the state of the optimizer is equal: the parameters were changed outside",
     change_state: "exp_avg of first.weight of Masked in AdamW differs",
     reset_state: "the number of steps in the state of the optimizer differs: ",
 }

@@ -376,6 +376,24 @@ def test_an_agent_that_is_admitted_finds_the_state_of_the_job() -> None:
     assert store.written_keys.index("job/0") < store.written_keys.index("member/0")
 
 
+def test_a_machine_that_does_not_join_or_stops_answering_is_named() -> None:
+    config = replace(agent_config(node_rank=0, num_nodes=1, port=1), node_timeout=0)
+    hash_store = dist.HashStore()
+    store = JobStore(hash_store, rank=0, size=1)
+    _Coordinator(config, store).update()
+    assert (
+        "machine 0 has not joined within 0 s (--node-timeout)"
+        in store.read("job", [0])[0]["notice"]
+    )
+    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
+    store.publish("newcomer", asdict(newcomer))
+    coordinator = _Coordinator(config, store)
+    coordinator.update()
+    coordinator.update()
+    notice = store.read("job", [0])[0]["notice"]
+    assert "machine 0 (host) has not answered for 0 s (--node-timeout)" in notice
+
+
 def store_of_machine_1(port: int) -> JobStore:
     return JobStore(dist.TCPStore("127.0.0.1", port, is_master=False), rank=1, size=2)
 
