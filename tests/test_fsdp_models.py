@@ -100,7 +100,21 @@ class Shared(nn.Module):
         return x
 
 
-MODELS = [Stack, Frozen, Tied, Buffers, OwnCheckpoints, TwoPasses, Shared]
+class CallsItself(Stack):
+    """A model that calls itself, and uses its own parameters before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        hidden = super().forward(x * self.scale)
+        if depth > 0:
+            hidden = self(hidden, depth - 1)
+        return super().forward(hidden * self.scale)
+
+
+MODELS = [Stack, Frozen, Tied, Buffers, OwnCheckpoints, TwoPasses, Shared, CallsItself]
 
 
 def mean_square(output: Tensor) -> Tensor:
