@@ -278,6 +278,12 @@ def save_after_changes(fabric: Fabric, folder: Path) -> dict[str, str]:
     if not is_first:
         loop.mask[2] = 0
     outcomes["buffer"] = outcome(lambda: fabric.save(folder / "buffer", loop.state))
+    outcomes["background"] = outcome(
+        lambda: fabric.save(folder / "background", loop.state, async_=True)
+    )
+    checkpoints = fabric.checkpoints(folder / "kept")
+    outcomes["kept"] = outcome(lambda: checkpoints.save(1, loop.state))
+    outcomes["newest"] = str(checkpoints.latest)
     loop.mask[2] = 1
 
     outcomes["resumed"] = outcome(lambda: save_after_resume(fabric, folder))
@@ -304,7 +310,10 @@ def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None
     # The default, whatever --check-replicas says: a comparison in a step would come before the save.
     for outcomes in run_in_ranks(save_after_changes, tmp_path, check_replicas=True):
         assert outcomes["statistics"] == "fine"
-        assert "the buffer mask of Masked differs: " in outcomes["buffer"]
+        for kind in ("buffer", "background", "kept"):
+            assert outcomes[kind].startswith("ReplicaDriftError")
+            assert "the buffer mask of Masked differs: " in outcomes[kind]
+        assert outcomes["newest"] == "None"
         assert "changed on rank 1" in outcomes["buffer"]
         assert "only element 3 of it differs" in outcomes["resumed"]
         assert "all ranks agreed after 6 optimizer steps" in outcomes["resumed"]
