@@ -414,6 +414,8 @@ def test_a_command_that_another_one_has_replaced_ends_with_an_error(
         assert second.exit_code() == 1
         assert "another command has become machine 1 of this job" in capfd.readouterr().err
         first.report(ScriptEnd(exit_code=1, is_interrupted=True))
+    # To leave the job without an error changes nothing.
+    assert first.exit_code() == 1
 
 
 def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
