@@ -335,6 +335,19 @@ def test_a_style_that_does_not_fit_names_the_layer(problem: str) -> None:
         set_up()
 
 
+def test_experts_with_parameters_in_inner_modules_are_refused() -> None:
+    module: Any = build_causal("mixtral")[0]
+    experts = module.model.layers[0].mlp.experts
+    # As many rows as there are experts.
+    experts.act_fn = nn.PReLU(experts.num_experts)
+    mesh = ModelParallelStrategy(tensor_parallel_size=1, tp_plan="auto")
+    with (
+        Fabric(accelerator="cpu", devices=1, environment="none", strategy=mesh) as fabric,
+        pytest.raises(ConfigurationError, match="'moe_tp_experts' splits parameters with"),
+    ):
+        fabric.setup(module)
+
+
 def set_up_three_experts(fabric: Fabric) -> str:
     module = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=3))
     return outcome(lambda: fabric.setup(module))

@@ -668,7 +668,10 @@ def _expert_problems(path: str, module: nn.Module, num_parts: int) -> Iterator[s
     num_experts = getattr(module, "num_experts", None)
     # An entry is (n,) for a parameter with n rows, and () for a parameter without dimensions.
     first_lengths = {parameter.shape[:1] for parameter in module.parameters()}
-    if num_experts is None or first_lengths != {(num_experts,)}:
+    # The style splits the parameters of the module itself, and not those of inner modules.
+    has_inner_parameters = any("." in name for name, _ in module.named_parameters())
+    has_rows_of_experts = num_experts is not None and first_lengths == {(num_experts,)}
+    if has_inner_parameters or not has_rows_of_experts:
         yield (
             f"{path}: {_EXPERTS_STYLE!r} splits parameters with num_experts rows, which this "
             f"{type(module).__name__} has not"
