@@ -190,6 +190,7 @@ def extremes(fabric):
     rank = fabric.global_rank
     return {
         "large int": fabric.all_reduce(2**60 + rank, reduce_op="sum"),
+        "largest ints": fabric.all_reduce([2**63 - 1 - rank, -(2**63)], reduce_op="sum"),
         "max int": fabric.all_reduce(2**53 + rank, reduce_op="max"),
         "int tensor": fabric.all_reduce(torch.tensor(2**53 + rank), reduce_op="max").item(),
         "float16 mean": fabric.all_reduce(torch.tensor(60000.0).half()).item(),
@@ -207,6 +208,7 @@ def extremes(fabric):
 def test_extreme_values_are_exact():
     for result in run_in_ranks(extremes, ranks=3):
         assert result["large int"] == 3 * 2**60 + 3
+        assert result["largest ints"] == [3 * 2**63 - 6, -3 * 2**63]
         assert result["max int"] == 2**53 + 2
         assert result["int tensor"] == 2**53 + 2
         assert result["float16 mean"] == 60000 - 60000 % 32

@@ -509,6 +509,32 @@ def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: 
     assert optimizer.flat.tolist() == [3.0, 3.0, 3.0]
 
 
+class SparseMask(torch.optim.SGD):
+    """An optimizer with a sparse mask, which it also holds outside of its state."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.mask = torch.eye(2).to_sparse()
+        [parameter] = self.param_groups[0]["params"]
+        self.state[parameter]["mask"] = self.mask
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        [saved] = state_dict["state"].values()
+        self.mask.copy_(saved["mask"])
+
+
+def test_an_optimizer_keeps_its_own_sparse_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.pt"
+    optimizer = SparseMask([nn.Parameter(torch.zeros(2))])
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.save(path, {"optimizer": optimizer})
+        optimizer.mask.mul_(0)
+        fabric.load(path, {"optimizer": optimizer})
+    [slots] = optimizer.state.values()
+    assert slots["mask"] is optimizer.mask
+    assert torch.equal(optimizer.mask.to_dense(), torch.eye(2))
+
+
 # -- models with compiled blocks ------------------------------------------------------------------
 
 STRATEGIES = {

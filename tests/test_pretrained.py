@@ -510,6 +510,24 @@ def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "linear") == ["model.safetensors"]
 
 
+class Masked(nn.Module):
+    """A module with a mask, which may be sparse."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+
+def test_dense_and_sparse_weights_that_do_not_fit_are_no_damage(tmp_path: Path) -> None:
+    dense = torch.eye(2)
+    sparse = dense.to_sparse()
+    for number, (saved, target) in enumerate([(dense, sparse), (sparse, dense)]):
+        path = tmp_path / f"{number}.pt"
+        torch.save(Masked(saved).state_dict(), path)
+        with single() as fabric, pytest.raises(RuntimeError, match=r'copying .* named "mask"'):
+            fabric.load_raw(path, Masked(target))
+
+
 def save_with_full_disk(fabric: Fabric, folder: Path) -> str:
     """Save to a disk that is full on the last rank, and return the error."""
     model = fabric.setup(Configured())

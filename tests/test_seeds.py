@@ -283,6 +283,19 @@ def test_before_the_environment_is_set_up_the_root_device_is_one_of_the_parallel
         kind().root_device  # noqa: B018
 
 
+def test_a_process_group_of_the_user_is_not_taken_for_a_single_process() -> None:
+    strategy = DDPStrategy(parallel_devices=[CPU])
+    assert strategy.reduce(torch.ones(1)).tolist() == [1.0]
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        text = outcome(lambda: strategy.reduce(torch.ones(1)))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert text.startswith("UsageError: the runtime of DDPStrategy")
+
+
 # -- on 2 processes --------------------------------------------------------------------------------
 
 
@@ -417,6 +430,8 @@ def minimal_members(fabric: Fabric) -> None:
     assert failure.startswith("RankFailedError")
     assert f"rank {rank}" in failure
     assert "the trace" in failure
+    # The launcher ends the other ranks. A rank that still waits for this one would hang.
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_minimal_parallel_strategy_does_what_its_text_says_on_two_processes() -> None:

@@ -125,6 +125,23 @@ class SmallGate(nn.Module):
         return self.down(self.up(x) * self.router(x))
 
 
+class SlicedInput(nn.Module):
+    """A gate with this rank's slice of the input, whose gradient on a rank is that of one part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        width = hidden.shape[-1]
+        begin = 0
+        if width < WIDTH:
+            begin = torch.distributed.get_rank() * width
+        return self.down(hidden * x[..., begin : begin + width])
+
+
 class Model(nn.Module):
     """A model with one block behind a norm."""
 
@@ -179,6 +196,7 @@ WRONG_BLOCKS: dict[type[nn.Module], list[str]] = {
     Cat: ["the output of block.down differs", '"*.gate": "colwise"'],
     Softmax: ["the output of block.down differs", '"*.up": "colwise"'],
     SmallGate: ["the gradient of block.router.weight differs", "one part only"],
+    SlicedInput: ["the gradient of input 0 of block differs", '"*.up": "colwise"'],
 }
 
 

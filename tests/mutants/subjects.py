@@ -18,11 +18,11 @@ _SUBJECTS = {
         "launchers_parts launchers_signals launchers launchers_failures faults/parents cli"
     ),
     "launchers/agent": "restarts cli",
-    "launchers/function": "launchers_parts launchers launchers_failures",
+    "launchers/function": "launchers_parts launchers launchers_failures faults/notebook_cells",
     "data/metrics": "torchmetrics gather_for_metrics",
     "data/saved_position": "data_position data_sharding uneven_loaders",
     "data/position": "data_position data_sharding accumulate",
-    "data/sharding": "data_sharding data_position uneven_loaders",
+    "data/sharding": "data_sharding data_position data_loader uneven_loaders",
     "checkpoint/restore": (
         "checkpoint_state checkpoint_full pretrained fabric_checkpoint checkpoint_shards"
     ),
@@ -39,7 +39,9 @@ _SUBJECTS = {
     "checkpoint/storage": "checkpoint_commit checkpoint_full checkpoint_paths checkpoint_sharded",
     "checkpoint/sharded": "checkpoint_sharded checkpoint_shards consolidate resharding",
     "checkpoint/sharded_reader": "checkpoint_sharded checkpoint_shards consolidate resharding",
-    "checkpoint/save_load": "fabric_checkpoint checkpoint_full checkpoint_shards checkpoint_async",
+    "checkpoint/save_load": (
+        "fabric_checkpoint checkpoint_full checkpoint_shards checkpoint_async pretrained"
+    ),
     "checkpoint/async_save": "checkpoint_async checkpoint_rotation",
     "checkpoint/keeper": "checkpoint_rotation checkpoint_laws checkpoint_health",
     "collectives/buckets": "collectives collectives_exchange collectives_gradients laws/laws",
@@ -64,8 +66,8 @@ _SUBJECTS = {
     "strategies/fsdp/forward": "fsdp fsdp_models cleared_gradients",
     "strategies/fsdp/operators": "fsdp_sharded_tensors fsdp",
     "strategies/fsdp/parameters": "fsdp fsdp_models",
-    "strategies/fsdp/sharding": "fsdp fsdp_init fsdp_options fsdp_sharded_tensors",
-    "strategies/fsdp/state": "fsdp_checkpoint fsdp checkpoint_shards resharding",
+    "strategies/fsdp/sharding": ("fsdp fsdp_init fsdp_options fsdp_sharded_tensors fsdp_models"),
+    "strategies/fsdp/state": "fsdp_checkpoint fsdp checkpoint_shards resharding fsdp_models",
     "strategies/fsdp/unreduced": "fsdp cleared_gradients loss_weights",
     "strategies/fsdp/wrapping": "fsdp_wrapping fsdp_options",
     "optim/clipping": "clipping loss_scaler",
