@@ -19,6 +19,7 @@ from fabric.errors import (
 )
 from fabric.launchers import LAUNCHERS, LaunchSpec, serialize
 from fabric.launchers.base import is_interactive, node_worlds, notebook_start_method
+from fabric.launchers.fork_server import ForkServer
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
 from fabric.launchers.serialize import Call, dump_call, dump_result, load
@@ -70,6 +71,27 @@ def test_variables_of_libraries_are_found_in_the_files_that_a_rank_runs_first(
     assert hazard.startswith(f"{tmp_path / path} has OMP_NUM_THREADS")
     missing = Script(name="no_such_package.job", is_module=True, arguments=[name])
     assert missing.find_fork_hazard() == ""
+
+
+# What a library may do while it is imported, and a text of the reason why no rank is forked then.
+HAZARDS = {
+    "": "",
+    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": (
+        "have left 2 threads"
+    ),
+    "import torch; torch.cuda.is_initialized = lambda: True": "have initialized CUDA",
+    "raise ImportError": "the fork server ",  # has failed, or does not start
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.parametrize("source", HAZARDS)
+def test_ranks_are_not_forked_where_a_fork_would_differ(tmp_path, monkeypatch, source):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "library.py").write_text(source)
+    hazard = ForkServer.with_modules(["library"]).find_hazard()
+    assert bool(hazard) == bool(HAZARDS[source])
+    assert HAZARDS[source] in hazard
 
 
 def run(command, folder=None, text=None):
