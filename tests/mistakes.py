@@ -454,6 +454,7 @@ MISTAKES = [
         "best=('val_loss', 'min')",
         "fabric.checkpoints(path, best=('val_loss', 'min'))",
     ),
+    Mistake("path.touch(); fabric.checkpoints(path)", "another path", "fabric.checkpoints(path)"),
 ]
 
 # Mistakes that only several processes show. Each runs on two.

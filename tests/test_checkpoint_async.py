@@ -23,6 +23,9 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
+# A path in a file system in which nobody can make a folder.
+UNWRITABLE = Path("/proc/fabric/state.pt")
+
 
 class Gated:
     """A format that writes nothing before its gate is open, and notes the begin and end of saves."""
@@ -132,13 +135,12 @@ def test_one_save_is_under_way_at_a_time_and_a_load_waits_for_it(tmp_path: Path)
     assert FullCheckpoint().load(tmp_path / "c.pt")["step"] == 3
 
 
-def fail(fabric: Fabric, folder: Path) -> Any:
-    """Begin a save whose target is a file inside of a file."""
-    return fabric.save(folder / "file" / "state.pt", {"step": 1}, async_=True)
+def fail(fabric: Fabric) -> Any:
+    """Begin a save whose folder cannot be made, which is known when it is written."""
+    return fabric.save(UNWRITABLE, {"step": 1}, async_=True)
 
 
 def test_what_goes_wrong_is_raised_once_by_what_comes_next(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with single() as fabric:
         fabric.save(tmp_path / "s.pt", {"step": 1})
         for later in (
@@ -146,25 +148,22 @@ def test_what_goes_wrong_is_raised_once_by_what_comes_next(tmp_path: Path) -> No
             lambda: fabric.load(tmp_path / "s.pt"),
             lambda: fabric.load_raw(tmp_path / "s.pt", nn.Linear(1, 1)),
         ):
-            fail(fabric, tmp_path)
+            fail(fabric)
             text = outcome(later)
             assert "it could not be written" in text
             assert "began earlier" in text
             assert fabric.load(tmp_path / "s.pt") == {"step": 1}
-        assert "it could not be written" in outcome(fail(fabric, tmp_path).wait)
-        assert isinstance(fail(fabric, tmp_path).exception(), CheckpointError)
+        assert "it could not be written" in outcome(fail(fabric).wait)
+        assert isinstance(fail(fabric).exception(), CheckpointError)
         fabric.save(tmp_path / "s.pt", {"step": 3})
 
 
-def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_error(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").touch()
+def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_error() -> None:
     with pytest.raises(CheckpointError, match="could not be written"), single() as fabric:
-        fail(fabric, tmp_path)
+        fail(fabric)
     # The block needs both statements.
     with pytest.raises(LookupError) as raised, single() as fabric:  # noqa: PT012
-        fail(fabric, tmp_path)
+        fail(fabric)
         raise LookupError("of the user")
     assert "it could not be written" in raised.value.__notes__[0]
 
@@ -199,8 +198,7 @@ def test_a_script_that_just_ends_finishes_its_save(tmp_path: Path) -> None:
 
 def test_a_script_that_just_ends_reports_that_its_save_failed(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
-    (tmp_path / "file").touch()
-    completed = run_script(path, tmp_path / "file" / "state.pt")
+    completed = run_script(path, UNWRITABLE)
     assert completed.returncode == 120
     assert "CheckpointError" in completed.stderr
     assert "it could not be written" in completed.stderr
@@ -265,7 +263,7 @@ def fail_in_ranks(fabric: Fabric, folder: Path) -> dict[str, str]:
     state = {"model": fabric.setup(Net())}
     filters = {"model": fail_on_rank_1}
     texts["filter"] = outcome(lambda: fabric.save(path, state, filter=filters, async_=True))
-    pending = fail(fabric, folder)
+    pending = fail(fabric)
     # Rank 0 learns of the error from the handle, and rank 1 from the next call. Both ranks raise in
     # the next call.
     if fabric.global_rank == 0:
@@ -276,7 +274,6 @@ def fail_in_ranks(fabric: Fabric, folder: Path) -> dict[str, str]:
 
 
 def test_every_rank_raises_what_goes_wrong_on_one(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     first, second = run_in_ranks(fail_in_ranks, tmp_path)
     assert "it failed on rank 1 of 2: LookupError" in first["filter"]
     assert second["filter"].startswith("LookupError")

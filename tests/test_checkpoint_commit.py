@@ -138,7 +138,7 @@ def test_open_reader_keeps_the_file_that_it_opened(tmp_path):
     ("path", "wrong"),
     [
         (".", "a folder"),
-        ("taken/file", "could not be written"),
+        ("taken/file", "is a file"),
         ("n" * 300, "could not be written"),
     ],
     ids=["folder", "file as folder", "long name"],

@@ -103,6 +103,43 @@ def test_unusual_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Pat
             assert text.partition(":")[0] in ERRORS
 
 
+def save_where_something_else_is(fabric: Fabric, folder: Path, obstacle: Path) -> list[str]:
+    net = Net()
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = {"model": model}
+    in_a_file = folder / "file" / "state"
+    texts = [
+        outcome(lambda: fabric.save(obstacle, state)),
+        # The error is that of this call, and not of the next one.
+        outcome(lambda: fabric.save(obstacle, state, async_=True)),
+        outcome(lambda: fabric.save(in_a_file, state)),
+    ]
+    fabric.save(folder / "another", state)
+    return texts
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
+def test_a_path_that_cannot_be_replaced_is_refused_on_all_ranks_by_the_call_that_saves(
+    strategy: str, tmp_path: Path
+) -> None:
+    obstacles = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
+    obstacles["file"].write_text("notes")
+    obstacles["folder"].mkdir()
+    kind = "file" if strategy == "fsdp" else "folder"
+    texts_of_ranks = run_in_ranks(
+        save_where_something_else_is, tmp_path, obstacles[kind], strategy=STRATEGIES[strategy]
+    )
+    for path, path_async, in_a_file in texts_of_ranks:
+        assert f"there is a {kind} of that name" in path
+        assert path_async == path
+        assert f"{str(obstacles['file'])!r} is a file" in in_a_file
+        for text in (path, path_async, in_a_file):
+            assert text.startswith("CheckpointError: fabric.save(")
+    assert obstacles["file"].read_text() == "notes"
+    assert list(obstacles["folder"].iterdir()) == []
+    assert sorted(os.listdir(tmp_path)) == ["another", "file", "folder"]
+
+
 # -- paths with a scheme --------------------------------------------------------------------------
 
 

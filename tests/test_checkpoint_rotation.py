@@ -677,8 +677,8 @@ def test_a_folder_with_a_mistake_is_refused_on_every_rank(tmp_path: Path) -> Non
         "none": "keep=None is not valid",
         "best": "best='loss' is not valid",
         "mode": "'least'",
-        "folder": "NotADirectoryError",
-        "file": "FileExistsError",
+        "folder": f"{str(tmp_path / 'file')!r} is a file",
+        "file": f"{str(tmp_path / 'file')!r} is a file",
         "held": f"process {os.getpid()} on ",
     }
     for name, problem in expected.items():

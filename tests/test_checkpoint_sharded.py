@@ -517,9 +517,9 @@ def test_removal_leaves_what_is_not_of_the_checkpoint(path, state):
     assert not path.exists()
 
 
-def test_what_the_file_system_refuses_is_an_error_of_ours(path, state):
+def test_a_folder_cannot_be_saved_in_place_of_a_file_or_below_one(path, state):
     path.touch()
-    with pytest.raises(CheckpointError, match="NotADirectoryError"):
+    with pytest.raises(CheckpointError, match="is a file"):
         io.save(state, path / "deeper" / "checkpoint")
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import torch
 
-from fabric.checkpoint.storage import Location, RemotePath
+from fabric.checkpoint.storage import Location, RemotePath, require_folder
 from fabric.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -29,7 +29,14 @@ from fabric.errors import (
     UnreadableCheckpointError,
 )
 
-__all__ = ["atomic_write", "clear_temporaries", "read_errors", "sync_folder", "write_errors"]
+__all__ = [
+    "atomic_write",
+    "check_file_is_replaceable",
+    "clear_temporaries",
+    "read_errors",
+    "sync_folder",
+    "write_errors",
+]
 
 # Failures of a disk, a file server or the system's resources. A checkpoint that causes any other
 # error, such as an invalid offset, may be damaged.
@@ -82,7 +89,7 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
     if follow_symlinks:
         target = Path(os.path.realpath(path))
     with write_errors(request):
-        _check_is_file(request, target)
+        check_file_is_replaceable(request, target)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Removes the temporary files that killed processes left when they wrote the same target.
         clear_temporaries(target.parent, re.escape(target.name))
@@ -108,19 +115,27 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
         sync_folder(target.parent)
 
 
-def _check_is_file(request: str, target: Path) -> None:
-    """Raise a CheckpointError if ``target`` exists and is not a file.
+def check_file_is_replaceable(request: str, target: Path) -> None:
+    """Raise a CheckpointError if a file cannot replace what is at ``target``, or has no folder.
 
-    ``request`` is what the user asked for, for the error.
+    Only a file or a link can be replaced. ``request`` is what the user asked for, for the error.
     """
     # ``target`` is a link only if atomic_write() does not follow links. The link is then replaced.
-    if target.is_file() or target.is_symlink() or not target.exists():
+    if target.is_file() or target.is_symlink():
+        return
+    if not target.exists():
+        require_folder(request, target.parent)
         return
     kind = "device or a pipe"
+    suggestion = "another path"
     if target.is_dir():
         kind = "folder"
+        suggestion = f"another path, such as {str(target / 'checkpoint.pt')!r}"
     raise CheckpointError(
-        request, problem=f"there is a {kind} of that name", expected="the path of a file"
+        request,
+        problem=f"there is a {kind} of that name, and a file is saved",
+        expected="the path of a file, or a path where nothing is",
+        suggestion=suggestion,
     )
 
 

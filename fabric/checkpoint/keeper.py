@@ -44,7 +44,13 @@ from fabric.checkpoint.save_load import CheckpointCoordinator, read_with_retries
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
 from fabric.checkpoint.sharded_reader import INDEX
 from fabric.checkpoint.state import State, join_names
-from fabric.checkpoint.storage import Location, RemotePath, locate, path_type
+from fabric.checkpoint.storage import (
+    Location,
+    RemotePath,
+    locate,
+    path_type,
+    require_folder,
+)
 from fabric.communicators import Communicator
 from fabric.environments import RayEnvironment
 from fabric.errors import (
@@ -917,6 +923,7 @@ class _FolderLock:
             with atomic_write(folder / _LOCK) as file:
                 file.write(self._owner)
             return
+        require_folder(request, folder)
         folder.mkdir(parents=True, exist_ok=True)
         # The file stays open, and so locked, until the job ends. The mode "a" keeps the content:
         # the error below names the present owner. Without a buffer, other processes see the new

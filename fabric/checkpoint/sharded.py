@@ -45,14 +45,16 @@ from fabric.checkpoint.encoding import Chunk, FlatState, flatten_state, local_ch
 from fabric.checkpoint.safetensors import DataFile, write_safetensors
 from fabric.checkpoint.sharded_reader import DATA_NAME, FORMAT, INDEX, ShardedReader, read_index
 from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, PlainState, State, join_names
-from fabric.checkpoint.storage import Location, RemotePath, path_type
+from fabric.checkpoint.storage import Location, RemotePath, path_type, require_folder
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError
 
 __all__ = [
     "ShardedCheckpoint",
+    "check_folder_is_replaceable",
     "clean",
     "context_on_one_rank",
+    "refuse_in_memory_path",
     "remove_folder",
     "run_with_write_errors_on_all_ranks",
 ]
@@ -132,7 +134,7 @@ class ShardedCheckpoint:
                 unpickling.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
-        _refuse_in_memory_path(request, path, communicator)
+        refuse_in_memory_path(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         # run_with_write_errors_on_all_ranks() calls the step after the request, with the arguments
@@ -271,7 +273,7 @@ def context_on_one_rank(
         run_with_write_errors_on_all_ranks(communicator, request, stack.close)
 
 
-def _refuse_in_memory_path(request: str, path: Location, communicator: Communicator) -> None:
+def refuse_in_memory_path(request: str, path: Location, communicator: Communicator) -> None:
     """Raise a CheckpointError if ``path`` is in the memory of one process and there are others.
 
     ``request`` is what the user asked for, for the error.
@@ -301,7 +303,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
         # If the path is a symbolic link, the folder behind the link is filled, and the link stays.
         folder = Path(os.path.realpath(path))
     is_new = path_type(folder) is None
-    _check_replaceable(request, folder)
+    check_folder_is_replaceable(request, folder)
     try:
         # At the end of its block, atomic_write() replaces the index, which commits the save. If the
         # index is a link, as in a cache of downloads, the link is replaced, and the file stays.
@@ -326,12 +328,17 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
         clean(folder)
 
 
-def _check_replaceable(request: str, folder: Location) -> None:
-    """Raise a CheckpointError if ``folder`` is a file, or has an index that is not fabric's.
+def check_folder_is_replaceable(request: str, folder: Location) -> None:
+    """Raise a CheckpointError if a folder of shards cannot replace what is at ``folder``.
 
-    ``request`` is what the user asked for, for errors.
+    Only a folder without an ``index.json`` that is not fabric's can be replaced. ``request`` is
+    what the user asked for, for errors.
     """
-    if path_type(folder) not in (None, "directory"):
+    type_of_path = path_type(folder)
+    if type_of_path is None:
+        require_folder(request, folder.parent)
+        return
+    if type_of_path != "directory":
         raise CheckpointError(
             request,
             problem="there is a file of that name, and this strategy saves a folder of shards",

@@ -30,7 +30,15 @@ from fabric.errors import (
     MissingDependencyError,
 )
 
-__all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found", "path_type"]
+__all__ = [
+    "Location",
+    "RemotePath",
+    "local_copy",
+    "locate",
+    "not_found",
+    "path_type",
+    "require_folder",
+]
 
 _MAX_NAME_BYTES = 255  # the longest name of a file or folder, on nearly every file system
 _MAX_ENTRIES = 1000  # how many entries of a folder are searched for similar names
@@ -240,6 +248,27 @@ def local_copy(path: Location) -> Iterator[Path]:
     with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
         path.files.get_file(path.path, file.name)
         yield Path(file.name)
+
+
+def require_folder(request: str, folder: Location) -> None:
+    """Raise a CheckpointError if ``folder`` cannot be created because a file is in its place.
+
+    The file is at the path of the folder or of one of its parents. In an object store, an object
+    may have the name of a folder. ``request`` is what the user asked for.
+    """
+    if isinstance(folder, RemotePath):
+        return
+    for path in [folder, *folder.parents]:
+        type_of_path = path_type(path)
+        if type_of_path == "directory":
+            return
+        if type_of_path is not None:
+            raise CheckpointError(
+                request,
+                problem=f"{str(path)!r} is a file",
+                expected="the path of a folder, or a path where nothing is",
+                suggestion="another path, or move the file",
+            )
 
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
