@@ -115,6 +115,27 @@ def test_the_remedies_of_the_error_work_and_those_of_sharded_data_do_not_help() 
     assert '"pad"' not in suggestion
 
 
+def resume_at_different_positions(fabric: Fabric) -> None:
+    """Train on 4 samples that every rank has, of which rank 0 has received 1 and rank 1 has 2."""
+    model, optimizer = net(fabric, nn.Linear(4, 1))
+    data: Any = [torch.ones(4)] * 4
+    samples = fabric.setup_dataloaders(
+        DataLoader(data, batch_size=None), use_distributed_sampler=False
+    )
+    for _ in islice(samples, fabric.global_rank + 1):
+        pass
+    samples.load_state_dict(samples.state_dict())
+    train(fabric, model, optimizer, samples)
+    fabric.barrier()
+
+
+def test_ranks_that_resume_with_different_numbers_of_batches_meet_the_error() -> None:
+    with pytest.raises(
+        RankFailedError, match="rank 1 ran out of batches: its loader ended after 2"
+    ):
+        run_in_ranks(resume_at_different_positions)
+
+
 # Loops, training or validation, with the batches of each rank.
 Loop = tuple[str, tuple[int, ...]]
 TRAIN: Loop = ("train", (2, 2))

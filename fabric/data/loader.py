@@ -11,7 +11,7 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypedDict, get_args
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import TypeVar
 
 from fabric._torch import reset_iterator
@@ -347,12 +347,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         has_equal_batches = spec.is_sharded_in_rounds or self._ends_in_lockstep()
         if has_equal_batches:
             batch_count = 0  # any number that is equal on all ranks: the detector compares ranks
-        elif isinstance(spec.dataset, IterableDataset):
-            # Unknown: len() is not called, since torch would then warn if the dataset yields more
-            # samples than its length.
-            batch_count = None
         else:
-            batch_count = length_of(self.loader)
+            batch_count = spec.batch_count(position)
         # A dataset or sampler with set_epoch draws another order in each epoch.
         draws_order = bool(spec.order_streams) or bool(self._epoch_targets)
         # Orders that are divided over ranks have to be the same, which the detector checks.
