@@ -765,7 +765,7 @@ def late(fabric: Fabric) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_the_flag_of_another_is_named() -> None:
+def test_a_rank_that_waits_for_the_batch_count_of_another_is_named() -> None:
     for text in run_in_ranks(late, timeout=4.0, watchdog=0):
         assert "rank 0: in the next batch at" in text
         assert "rank 1: in barrier" in text

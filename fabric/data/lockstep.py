@@ -4,9 +4,10 @@
 batches. Under ``uneven="shortest"`` all ranks stop when the first rank runs out. Under
 ``"longest"`` they stop when every rank has run out. Until then a rank without batches gets its
 last batch again, a *repeat*. A rank that never had a batch gets another rank's first batch. One
-batch ahead, all ranks exchange a *flag*: whether they have another batch. The exchange runs in a
-separate thread and group while the loop computes. If all ranks know how many batches they have,
-the first flags contain these numbers, and no more flags are exchanged.
+batch ahead, all ranks exchange their *batch counts*: how many batches each rank has left. The
+exchange runs in a separate thread and group while the loop computes. If all ranks know their
+counts, the first exchange is the only one. A rank that does not know its count can only say that it
+has another batch, and the counts are exchanged before each batch.
 
 A repeat is not part of the epoch. Its loss and weight count as zero in ``fabric.backward``, it does
 not change the position, and random streams and module buffers are restored before the next batch.
@@ -35,8 +36,8 @@ from fabric.seed import rng_state, set_rng_state
 __all__ = ["Lockstep", "RemainingBatches", "without_repeats"]
 
 _END_OF_BATCHES = object()
-_GROUP = "batches"  # the name of the group that exchanges flags
-_UNKNOWN = -1  # a number of batches, in messages
+_GROUP = "batches"  # the name of the group that exchanges batch counts
+_UNKNOWN = -1  # a batch count in messages: the rank has another batch, and does not know how many
 _MAX_SHOWN_RANKS = 8  # in an error
 
 
@@ -131,24 +132,12 @@ def _refuse_length(comparison: str) -> NoReturn:
     )
 
 
-class _Flag(NamedTuple):
-    """What one rank says about its next batch.
-
-    Attributes:
-        has_next: 1 if the rank has another batch, 0 if not.
-        remaining_count: how many batches the rank has left, or ``_UNKNOWN``.
-    """
-
-    has_next: int
-    remaining_count: int
-
-
 class Lockstep:
     """Ends loops on all ranks together; see ``[Note: Uneven ranks]``.
 
-    Ranks may have different numbers of batches. Before each batch, all ranks exchange a *flag*:
-    whether they have another batch. A loop ends when the first rank runs out, or when every rank
-    has run out. Until then a rank without batches gets its last batch again, a *repeat*.
+    Ranks may have different numbers of batches. They exchange their *batch counts*: how many
+    batches each rank has left. A loop ends when the first rank runs out, or when every rank has run
+    out. Until then a rank without batches gets its last batch again, a *repeat*.
 
     Args:
         size: number of ranks.
@@ -168,7 +157,7 @@ class Lockstep:
         self._connect = connect
         self._modules = modules
         self._loop_numbers = count(1)
-        # Exchanges the flags. It has one worker, so that all ranks exchange them in the same order.
+        # It has one worker, so that all ranks make their exchanges in the same order.
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
     def check_no_sync_batch_norm(self) -> None:
@@ -195,10 +184,10 @@ class Lockstep:
     ) -> Iterator[Any]:
         """Yield equally many batches on all ranks. Collective.
 
-        The ranks exchange flags, which say whether each rank has another batch. The exchange about
-        the next batch starts before the current batch is yielded, and is awaited afterwards. If all
-        ranks know their numbers of batches, the first exchange is the only one. All ranks make the
-        same exchanges, since they decide by the same flags.
+        The ranks exchange their batch counts. The exchange about the next batch starts before the
+        current batch is yielded, and is awaited afterwards. If all ranks know their counts, the
+        first exchange is the only one. All ranks make the same exchanges, since they decide by the
+        same counts.
 
         Args:
             remaining: the batches of this rank.
@@ -210,14 +199,14 @@ class Lockstep:
         """
         loop_number = next(self._loop_numbers)
         batch_number = 0  # of the current batch, from 1
-        first_flags = self._start_exchange(loop_number, batch_number, remaining).result()
-        # None unless all ranks know their numbers of batches.
-        total = _total_batches(first_flags, choose)
-        has_batch = _all_continue(first_flags, choose)
+        counts = self._start_exchange(loop_number, batch_number, remaining).result()
+        # The number of batches that every rank yields. None unless all ranks know their counts.
+        total = None if _UNKNOWN in counts else choose(counts)
+        has_batch = _all_continue(counts, choose)
         batch = _END_OF_BATCHES
         if has_batch:
             # The batch to repeat if this rank never has one. All ranks take part in sending it.
-            batch = self._first_repeat(first_flags, remaining)
+            batch = self._first_repeat(counts, remaining)
         while has_batch:
             is_repeat = not remaining.has_next()
             # A repeat leaves ``batch`` as it is: the last batch of this rank, if it had one.
@@ -246,46 +235,50 @@ class Lockstep:
         """Wait until the other ranks have answered the last exchange, or have exited."""
         self._thread.shutdown()
 
-    def _flags_communicator(self) -> Communicator:
-        """Return the communicator that exchanges flags. Collective at the first call."""
+    def _counts_communicator(self) -> Communicator:
+        """Return the communicator that exchanges batch counts. Collective at the first call."""
         assert self._connect is not None, "called with a single rank"
         return self._connect(_GROUP)
 
     def _start_exchange(
         self, loop: int, batch: int, remaining: RemainingBatches
-    ) -> Future[list[_Flag]]:
-        """Start to exchange the flags of all ranks, in the background thread. Collective.
+    ) -> Future[list[int]]:
+        """Start to exchange the batch counts of all ranks, in the background thread. Collective.
 
         Args:
             loop: number of the loop.
-            batch: number of the current batch. The flags are about the batch after it.
+            batch: number of the current batch. The counts are of the batches after it.
             remaining: the batches of this rank.
 
         Returns:
-            A future of the flags by rank. It raises a UsageError if a rank is at another batch.
+            A future of the counts by rank: how many batches each rank has left, or ``_UNKNOWN``. It
+            raises a UsageError if a rank is at another batch.
         """
-        remaining_count = _UNKNOWN if remaining.count is None else remaining.count
-        message = torch.tensor([loop, batch, remaining.has_next(), remaining_count])
+        remaining_count = remaining.count
+        if remaining_count is None:
+            remaining_count = _UNKNOWN if remaining.has_next() else 0
+        message = torch.tensor([loop, batch, remaining_count])
         # The user's line that asked for the batch, for errors and hang reports.
         call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
         # The first call creates a group. It runs in the calling thread, and not in the background
         # thread, so that all ranks create their groups in the same order.
-        group = self._flags_communicator()
-        return self._thread.submit(_gather_flags, group, message, call)
+        group = self._counts_communicator()
+        return self._thread.submit(_gather_counts, group, message, call)
 
-    def _first_repeat(self, flags: list[_Flag], remaining: RemainingBatches) -> Any:
+    def _first_repeat(self, counts: list[int], remaining: RemainingBatches) -> Any:
         """Return a batch for ranks that never have one: the first batch of another rank.
 
         Collective. Nothing is sent if all ranks have a batch, and ``_END_OF_BATCHES`` is returned.
 
         Args:
-            flags: the flags of all ranks at the start of the loop. At least one rank has a batch.
+            counts: the batch counts of all ranks at the start of the loop. At least one rank has a
+                batch.
             remaining: the batches of this rank, none of which was taken.
         """
-        ranks_with_batch = [rank for rank, flag in enumerate(flags) if flag.has_next]
-        if len(ranks_with_batch) == len(flags):
+        ranks_with_batch = [rank for rank, batch_count in enumerate(counts) if batch_count != 0]
+        if len(ranks_with_batch) == len(counts):
             return _END_OF_BATCHES
-        group = self._flags_communicator()
+        group = self._counts_communicator()
         source = ranks_with_batch[0]
         batch = None
         if group.rank == source:
@@ -331,39 +324,23 @@ class _SavedBuffer(NamedTuple):
     values: Tensor
 
 
-def _total_batches(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> int | None:
-    """Return the number of batches that every rank will yield in the loop.
-
-    None unless every rank knows its own number.
-
-    Args:
-        flags: the flags of all ranks at the start of the loop.
-        choose: ``min`` if the loop ends with the first rank that runs out of batches, ``max`` if it
-            ends with the last one.
-    """
-    counts = [flag.remaining_count for flag in flags]
-    if _UNKNOWN in counts:
-        return None
-    return choose(counts)
-
-
-def _all_continue(flags: list[_Flag], choose: Callable[[Iterable[int]], int]) -> bool:
+def _all_continue(counts: list[int], choose: Callable[[Iterable[int]], int]) -> bool:
     """Return whether all ranks go on: all have a batch (``min``), or at least one (``max``)."""
-    return choose(flag.has_next for flag in flags) > 0
+    return choose(batch_count != 0 for batch_count in counts) > 0
 
 
 def _wait_for_next(
-    next_exchange: Future[list[_Flag]] | None,
+    next_exchange: Future[list[int]] | None,
     batch_number: int,
     total: int | None,
     choose: Callable[[Iterable[int]], int],
 ) -> bool:
-    """Wait for the exchange of flags, and return whether all ranks go on with another batch.
+    """Wait for the exchange of counts, and return whether all ranks go on with another batch.
 
     Args:
         next_exchange: the exchange about the next batch. None if ``total`` is known.
         batch_number: number of the current batch, from 1.
-        total: number of batches that each rank yields. None if flags are exchanged.
+        total: number of batches that each rank yields. None if it is not known ahead.
         choose: ``min`` if the loop ends with the first rank that runs out of batches, ``max`` if it
             ends with the last one.
     """
@@ -373,12 +350,12 @@ def _wait_for_next(
     return batch_number < total
 
 
-def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -> list[_Flag]:
-    """Return the flags of all ranks. Runs in the background thread. Collective.
+def _gather_counts(group: Communicator, message: Tensor, call: CallDescription) -> list[int]:
+    """Return the batch counts of all ranks. Runs in the background thread. Collective.
 
     Args:
-        group: the communicator for flags.
-        message: number of the loop, number of the batch, and the two fields of this rank's flag.
+        group: the communicator for batch counts.
+        message: number of the loop, number of the batch, and this rank's batch count.
         call: describes the collective in errors.
 
     Raises:
@@ -387,12 +364,12 @@ def _gather_flags(group: Communicator, message: Tensor, call: CallDescription) -
     # One message per rank.
     rows = group.run(Collective(Operation.ALL_GATHER, message, call=call)).tolist()
     loop_and_batch_of_rank0 = rows[0][:2]
-    flags: list[_Flag] = []
-    for loop, batch, has_next, remaining_count in rows:
+    counts: list[int] = []
+    for loop, batch, batch_count in rows:
         if [loop, batch] != loop_and_batch_of_rank0:
             _raise_different_batches(rows)
-        flags.append(_Flag(has_next, remaining_count))
-    return flags
+        counts.append(batch_count)
+    return counts
 
 
 def _raise_different_batches(rows: list[list[int]]) -> NoReturn:
