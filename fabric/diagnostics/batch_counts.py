@@ -101,7 +101,7 @@ class BatchCounts:
             uncompared_neighbors=list(self._neighbors),
         )
 
-    def compare(self, count: BatchCount) -> None:
+    def compare(self, count: BatchCount) -> bool:
         """Set ``may_differ`` if a neighbor has, or may have, another number of batches.
 
         Neighbors that have not begun the iteration stay in ``count.uncompared_neighbors``, for the
@@ -109,6 +109,10 @@ class BatchCounts:
 
         Args:
             count: the count of an iteration on this rank.
+
+        Returns:
+            ``may_differ``, or True if a neighbor has not begun the iteration: it may have more
+            batches.
         """
         if count.batches is None:
             # An unknown number may differ from any other.
@@ -124,6 +128,7 @@ class BatchCounts:
             is_overwritten = published.iteration > count.iteration
             if is_overwritten or published.batches != count.batches:
                 self.may_differ = True
+        return self.may_differ or len(count.uncompared_neighbors) > 0
 
     def _published_counts(self, loader: str, ranks: Iterable[int]) -> dict[int, _PublishedCount]:
         """Return the latest counts of some ranks for a loader, by rank. Does not wait for ranks.

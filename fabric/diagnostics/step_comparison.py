@@ -3,17 +3,17 @@
 The note is in ``fabric/diagnostics/uneven_inputs.py``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["End", "Loop", "Progress", "Step", "StepComparison"]
+__all__ = ["End", "Progress", "Step", "StepComparison"]
 
 
-# The four classes are published as JSON lists of their fields, in this order.
+# The three classes are published as JSON lists of their fields, in this order.
 
 
 class Progress(NamedTuple):
@@ -24,19 +24,22 @@ class Progress(NamedTuple):
 
     Attributes:
         steps: the number of all steps of the rank.
-        shared_steps: the number of its shared steps.
+        shared_steps: the number of its shared steps. None if the rank is about to take a step that
+            is not shared.
         early_steps: the number of steps before the rank's first iteration over a loader. Ranks with
             different numbers of early steps are not compared.
         collectives: the number of collectives over all ranks so far.
     """
 
     steps: int
-    shared_steps: int
+    shared_steps: int | None
     early_steps: int
     collectives: int
 
-    def comparable_steps(self, is_peer: bool) -> int:
+    def comparable_steps(self, is_peer: bool) -> int | None:
         """Return the number of steps that a neighbor takes, too: with a peer, all steps.
+
+        None if the neighbor does not take the step that the rank is about to take.
 
         Args:
             is_peer: whether the neighbor is a peer.
@@ -44,38 +47,26 @@ class Progress(NamedTuple):
         return self.steps if is_peer else self.shared_steps
 
 
-class Loop(NamedTuple):
-    """The loop over a loader in which a rank takes a step.
+class Step(NamedTuple):
+    """A step that a rank is about to take, and the loop over a loader in which it is.
 
     Attributes:
-        loader: the name of the loader.
-        iteration: the number of the iteration over this loader, from 1.
+        progress: the progress of the rank, including this step.
         kind: what a sharded module runs: its class, and whether it runs without gradients. Empty
             for a module that is not sharded.
+        loader: the name of the loader.
+        iteration: the number of the iteration over this loader, from 1.
         iterations: the number of iterations that the rank has begun, over all loaders.
         batches_of_previous_iteration: the number of batches in the iteration before, over any
             loader.
     """
 
+    progress: Progress
+    kind: str
     loader: str
     iteration: int
-    kind: str
     iterations: int
     batches_of_previous_iteration: int
-
-
-class Step(NamedTuple):
-    """A step that a rank is about to take.
-
-    Attributes:
-        progress: the progress of the rank, including this step.
-        is_shared: whether all ranks take the step, and not only the peers of the rank.
-        loop: the loop in which the rank takes the step.
-    """
-
-    progress: Progress
-    is_shared: bool
-    loop: Loop
 
 
 class End(NamedTuple):
@@ -130,13 +121,12 @@ class StepComparison:
                 match.
         """
         self._store.publish("step", step)
-        is_of_sharded_module = step.loop.kind != ""
+        is_of_sharded_module = step.kind != ""
         if must_match_iteration or is_of_sharded_module:
             self._check_loops(step, must_match_iteration)
-        for neighbor, end in self._read_ends(self._participants(step)):
-            is_peer = self._is_peer(neighbor)
-            if _would_wait(step.progress, end.progress, is_peer):
-                number = step.progress.comparable_steps(is_peer)
+        for neighbor, end in self._read_ends():
+            number = _missed_step(step.progress, end.progress, self._is_peer(neighbor))
+            if number is not None:
                 self._raise_uneven_inputs(
                     f"step {number} of rank {self._rank}",
                     step=number,
@@ -155,14 +145,13 @@ class StepComparison:
             UsageError: a neighbor takes one more step.
         """
         self._store.publish("end", end)
-        for neighbor, step in self._read_steps(self._neighbors):
-            is_peer = self._is_peer(neighbor)
-            if _would_wait(step.progress, end.progress, is_peer):
-                number = end.progress.comparable_steps(is_peer)
+        for neighbor, step in self._read_steps():
+            number = _missed_step(step.progress, end.progress, self._is_peer(neighbor))
+            if number is not None:
                 self._raise_uneven_inputs(
-                    f"a collective, or the end of the job, after step {number} of rank "
+                    f"a collective, or the end of the job, after step {number - 1} of rank "
                     f"{self._rank}",
-                    step=number + 1,
+                    step=number,
                     early_rank=self._rank,
                     batches=end.batches,
                     late_rank=neighbor,
@@ -171,14 +160,6 @@ class StepComparison:
     def _is_peer(self, neighbor: int) -> bool:
         """Return whether a neighbor gathers the parameters of sharded modules with this rank."""
         return neighbor in self._bypass.peers
-
-    def _participants(self, step: Step) -> list[int]:
-        """Return the neighbors that have to take a step of this rank, too."""
-        neighbors: list[int] = []
-        for neighbor in self._neighbors:
-            if step.is_shared or self._is_peer(neighbor):
-                neighbors.append(neighbor)
-        return neighbors
 
     def _check_loops(self, step: Step, must_match_iteration: bool) -> None:
         """Raise if a neighbor takes the same step in a loop that does not match.
@@ -191,49 +172,40 @@ class StepComparison:
             must_match_iteration: whether neighbors must take the step in the same iteration over
                 the loader.
         """
-        loop = step.loop
-        for neighbor, neighbor_step in self._read_steps(self._participants(step)):
-            is_peer = self._is_peer(neighbor)
-            neighbor_loop = neighbor_step.loop
-            is_same_loader = neighbor_loop.loader == loop.loader
-            is_same_iteration = is_same_loader and neighbor_loop.iteration == loop.iteration
-            is_same_step = _are_same_step(step.progress, neighbor_step.progress, is_peer)
-            if is_same_iteration or not is_same_step:
+        for neighbor, neighbor_step in self._read_steps():
+            number = _common_step(step.progress, neighbor_step.progress, self._is_peer(neighbor))
+            is_same_loader = neighbor_step.loader == step.loader
+            is_same_iteration = is_same_loader and neighbor_step.iteration == step.iteration
+            if number is None or is_same_iteration:
                 continue
-            number = step.progress.comparable_steps(is_peer)
-            if neighbor_loop.kind != loop.kind:
-                self._raise_different_kinds(number, loop, neighbor, neighbor_loop)
+            if neighbor_step.kind != step.kind:
+                self._raise_different_kinds(number, step, neighbor, neighbor_step)
             if must_match_iteration and is_same_loader:
                 raise UsageError(
                     f"step {number} of rank {self._rank}",
-                    problem=f"it is in iteration {loop.iteration} over its loader and rank "
-                    f"{neighbor} in iteration {neighbor_loop.iteration}: their batches are shares "
+                    problem=f"it is in iteration {step.iteration} over its loader and rank "
+                    f"{neighbor} in iteration {neighbor_step.iteration}: their batches are shares "
                     "of different orders, so that samples are seen twice or never",
                     expected="iter(loader) equally often on all ranks",
                     suggestion="next(iter(loader.original)) for a look at a batch on one rank",
                 )
 
-    def _read_steps(self, ranks: Iterable[int]) -> Iterator[tuple[int, Step]]:
-        """Yield the latest step of each rank, if this rank has to take the step, too.
-
-        Ranks that have published no step are left out.
-        """
-        for rank, published in self._store.read("step", ranks).items():
+    def _read_steps(self) -> Iterator[tuple[int, Step]]:
+        """Yield the latest step of each neighbor. Ranks that have published none are left out."""
+        for neighbor, published in self._store.read("step", self._neighbors).items():
             # JSON has turned the named tuples into lists.
-            progress, is_shared, loop = published
-            step = Step(Progress(*progress), is_shared, Loop(*loop))
-            if step.is_shared or self._is_peer(rank):
-                yield rank, step
+            progress, *loop = published
+            yield neighbor, Step(Progress(*progress), *loop)
 
-    def _read_ends(self, ranks: Iterable[int]) -> Iterator[tuple[int, End]]:
-        """Yield the latest end of each rank. Ranks that have published none are left out."""
-        for rank, published in self._store.read("end", ranks).items():
+    def _read_ends(self) -> Iterator[tuple[int, End]]:
+        """Yield the latest end of each neighbor. Ranks that have published none are left out."""
+        for neighbor, published in self._store.read("end", self._neighbors).items():
             # JSON has turned the named tuples into lists.
             progress, batches = published
-            yield rank, End(Progress(*progress), batches)
+            yield neighbor, End(Progress(*progress), batches)
 
     def _raise_different_kinds(
-        self, step: int, loop: Loop, neighbor: int, neighbor_loop: Loop
+        self, number: int, step: Step, neighbor: int, neighbor_step: Step
     ) -> NoReturn:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
@@ -242,27 +214,27 @@ class StepComparison:
         before, and then by the number of the rank, so that both ranks name the same rank.
 
         Args:
-            step: the number of the step.
-            loop: the loop of this rank.
+            number: the number of the step.
+            step: the step as this rank takes it.
             neighbor: the rank of the neighbor.
-            neighbor_loop: the loop of the neighbor.
+            neighbor_step: the step as the neighbor takes it.
         """
-        order = (loop.iterations, loop.batches_of_previous_iteration, self._rank)
+        order = (step.iterations, step.batches_of_previous_iteration, self._rank)
         neighbor_order = (
-            neighbor_loop.iterations,
-            neighbor_loop.batches_of_previous_iteration,
+            neighbor_step.iterations,
+            neighbor_step.batches_of_previous_iteration,
             neighbor,
         )
         early_rank = neighbor
         late_rank = self._rank
-        batches = neighbor_loop.batches_of_previous_iteration
+        batches = neighbor_step.batches_of_previous_iteration
         if order > neighbor_order:
             early_rank = self._rank
             late_rank = neighbor
-            batches = loop.batches_of_previous_iteration
+            batches = step.batches_of_previous_iteration
         self._raise_uneven_inputs(
-            f"step {step} of rank {self._rank}",
-            step=step,
+            f"step {number} of rank {self._rank}",
+            step=number,
             early_rank=early_rank,
             batches=batches,
             late_rank=late_rank,
@@ -299,23 +271,27 @@ class StepComparison:
         )
 
 
-def _are_same_step(first: Progress, second: Progress, is_peer: bool) -> bool:
-    """Return whether the steps that two neighbors are about to take are the same step.
+def _common_step(first: Progress, second: Progress, is_peer: bool) -> int | None:
+    """Return the number of the step that two neighbors are about to take together.
+
+    None if they are about to take different steps, or if they are not compared.
 
     Args:
         first: the progress of one rank, including its step.
         second: the progress of its neighbor, including the step of the neighbor.
         is_peer: whether the two ranks gather parameters together.
     """
-    if first.early_steps != second.early_steps:
-        return False
-    return first.comparable_steps(is_peer) == second.comparable_steps(is_peer)
+    number = first.comparable_steps(is_peer)
+    if first.early_steps != second.early_steps or number != second.comparable_steps(is_peer):
+        return None
+    return number
 
 
-def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
-    """Return whether a rank that takes a step would wait for a rank that has run out of batches.
+def _missed_step(step: Progress, end: Progress, is_peer: bool) -> int | None:
+    """Return the number of a step for which a rank would wait, since its neighbor does not take it.
 
-    This is so if the neighbor makes a collective at the point at which the rank takes the step.
+    The neighbor has run out of batches, and makes a collective where the rank takes the step. None
+    if the rank would not wait, or if the two ranks are not compared.
 
     Args:
         step: the progress of the rank that takes the step, including the step.
@@ -323,9 +299,11 @@ def _would_wait(step: Progress, end: Progress, is_peer: bool) -> bool:
             collective.
         is_peer: whether the two ranks gather parameters together.
     """
-    if step.early_steps != end.early_steps:
-        return False
-    is_next_step = step.comparable_steps(is_peer) == end.comparable_steps(is_peer) + 1
+    number = step.comparable_steps(is_peer)
+    steps_at_end = end.comparable_steps(is_peer)
+    if number is None or steps_at_end is None or step.early_steps != end.early_steps:
+        return None
     # A rank that has made the collective before the step is in order.
     lacks_collective = step.collectives < end.collectives
-    return is_next_step and lacks_collective
+    is_next_step = number == steps_at_end + 1
+    return number if is_next_step and lacks_collective else None

@@ -16,11 +16,11 @@ gather together, the *peers*. The other steps are *shared steps*, which all rank
 that are peers compare the number of all steps, other neighbors the number of shared steps.
 
 The check runs only where it can matter: after the end of an iteration over a prepared loader, if
-the loaders of neighboring ranks have different or unknown lengths. As long as all iterations have
-known and equal lengths, only the first steps of an iteration call the detector: one to compare the
-loops, and those before the neighbors have published their lengths. Other steps are only counted,
-so that later numbers are comparable. ``HYBRID_SHARD`` is the exception: each step calls the
-detector, which has to record whether the step is shared.
+neighboring ranks have different or unknown *batch counts* in it. As long as all batch counts are
+known and equal, only the first steps of an iteration call the detector: one to compare the loops,
+and those before the neighbors have published their counts. Other steps are only counted, so that
+later numbers are comparable. ``HYBRID_SHARD`` is the exception: each step calls the detector, which
+has to record whether the step is shared.
 
 Steps before a rank's first iteration are not counted: one rank may call its model alone there, such
 as for a summary. But a rank may also take a step with the others before it begins its first
@@ -41,7 +41,7 @@ from fabric.contract import GradientContract
 from fabric.diagnostics.batch_counts import BatchCount, BatchCounts
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
-from fabric.diagnostics.step_comparison import End, Loop, Progress, Step, StepComparison
+from fabric.diagnostics.step_comparison import End, Progress, Step, StepComparison
 from fabric.store import JobStore
 
 __all__ = ["UnevenInputDetector"]
@@ -160,16 +160,20 @@ class _StepCounter:
         finally:
             self._excluded_steps += self._bypass.step_count - steps_before
 
-    def progress(self, collectives: int) -> Progress:
+    def progress(self, collectives: int, is_shared: bool = True) -> Progress:
         """Return how far this rank has come.
 
         Args:
             collectives: the number of collectives over all ranks so far.
+            is_shared: whether all ranks take what this rank is about to do.
         """
         steps = self._bypass.step_count - self._excluded_steps
+        shared_steps = None
+        if is_shared:
+            shared_steps = steps - self._unshared_steps
         return Progress(
             steps=steps,
-            shared_steps=steps - self._unshared_steps,
+            shared_steps=shared_steps,
             early_steps=self.early_steps,
             collectives=collectives,
         )
@@ -263,11 +267,11 @@ class UnevenInputDetector:
         if latest is None:  # no iteration has begun since the latest paused() block
             return
         is_first_step = self._iterations.enter_step()
-        # Until compare() is called below, may_differ is about earlier iterations. If their lengths
+        # Until compare() is called below, may_differ is about earlier iterations. If their counts
         # differed, ranks may be in different iterations now.
-        had_equal_lengths = not self._batch_counts.may_differ
+        had_equal_counts = not self._batch_counts.may_differ
         # A shuffling loader divides a new order over the ranks in each iteration.
-        must_match_iteration = is_first_step and latest.batch_count.shuffles and had_equal_lengths
+        must_match_iteration = is_first_step and latest.batch_count.shuffles and had_equal_counts
         iteration_of_step = self._iterations.iteration_of_latest_step
         if iteration_of_step is not None and iteration_of_step.batch_count.uncompared_neighbors:
             self._batch_counts.compare(iteration_of_step.batch_count)
@@ -275,9 +279,12 @@ class UnevenInputDetector:
         # Later steps have to be compared only if the numbers of batches differ.
         if is_first_step or self._batch_counts.may_differ:
             step = Step(
-                progress=self._steps.progress(self._recorder.counts[JOB]),
-                is_shared=is_shared,
-                loop=_loop(latest, contract),
+                progress=self._steps.progress(self._recorder.counts[JOB], is_shared),
+                kind=_kind_of_step(contract),
+                loader=latest.batch_count.loader,
+                iteration=latest.batch_count.iteration,
+                iterations=latest.number,
+                batches_of_previous_iteration=latest.batches_of_previous_iteration,
             )
             self._comparison.check_step(step, must_match_iteration)
         if self._can_skip_steps(contract):
@@ -361,16 +368,11 @@ class UnevenInputDetector:
                 to be made.
         """
         iterations = self._iterations.take_ended()
-        if not iterations:
-            return
-        has_uncompared_neighbor = False
+        may_differ = False
         for iteration in iterations:
-            self._batch_counts.compare(iteration.batch_count)
-            if iteration.batch_count.uncompared_neighbors:
-                has_uncompared_neighbor = True
-        # A neighbor that has not published its count may have more batches.
-        may_have_more_batches = self._batch_counts.may_differ or has_uncompared_neighbor
-        if not may_have_more_batches:
+            if self._batch_counts.compare(iteration.batch_count):
+                may_differ = True
+        if not may_differ:
             return
         # The error names the batches of one loader: the loader whose iteration began last.
         end = End(
@@ -380,22 +382,14 @@ class UnevenInputDetector:
         self._comparison.check_end(end)
 
 
-def _loop(iteration: _Iteration, contract: GradientContract) -> Loop:
-    """Return what is published about the loop in which this rank takes a step.
+def _kind_of_step(contract: GradientContract) -> str:
+    """Return what a step runs, as neighbors compare it. Empty for a module that is not sharded.
 
     Args:
-        iteration: the iteration of this rank that began last.
         contract: the contract of the module that takes the step.
     """
-    kind = ""
-    if contract.is_sharded:
-        kind = contract.title
-        if not torch.is_grad_enabled():
-            kind = f"{kind} without gradients"
-    return Loop(
-        loader=iteration.batch_count.loader,
-        iteration=iteration.batch_count.iteration,
-        kind=kind,
-        iterations=iteration.number,
-        batches_of_previous_iteration=iteration.batches_of_previous_iteration,
-    )
+    if not contract.is_sharded:
+        return ""
+    if torch.is_grad_enabled():
+        return contract.title
+    return f"{contract.title} without gradients"
