@@ -232,7 +232,7 @@ class Runtime:
         name = f"torch {group.group_name}"
         return RecordedCommunicator(group_communicator, self.recorder, name, ranks)
 
-    def background_communicator(self, purpose: str = "saves") -> Communicator:
+    def background_communicator(self, purpose: str) -> Communicator:
         """Return collectives over all processes, on the CPU, for a thread beside the training loop.
 
         Collective if it is called for the first time for a purpose.

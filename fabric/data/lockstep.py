@@ -36,7 +36,6 @@ from fabric.seed import rng_state, set_rng_state
 __all__ = ["Lockstep", "RemainingBatches", "without_repeats"]
 
 _END_OF_BATCHES = object()
-_GROUP = "batches"  # the name of the group that exchanges batch counts
 _UNKNOWN = -1  # a batch count in messages: the rank has another batch, and does not know how many
 _MAX_SHOWN_RANKS = 8  # in an error
 
@@ -141,15 +140,15 @@ class Lockstep:
 
     Args:
         size: number of ranks.
-        connect: returns the CPU communicator of all ranks, in a group for the given name. The first
-            call for a name is collective. None if there is only one rank.
+        connect: returns a CPU communicator of all ranks, which only this object uses. The first
+            call is collective. None if there is only one rank.
         modules: the modules that are set up.
     """
 
     def __init__(
         self,
         size: int = 1,
-        connect: Callable[[str], Communicator] | None = None,
+        connect: Callable[[], Communicator] | None = None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
         """Store the arguments. The session calls it once; the first loop connects the ranks."""
@@ -238,7 +237,7 @@ class Lockstep:
     def _counts_communicator(self) -> Communicator:
         """Return the communicator that exchanges batch counts. Collective at the first call."""
         assert self._connect is not None, "called with a single rank"
-        return self._connect(_GROUP)
+        return self._connect()
 
     def _start_exchange(
         self, loop: int, batch: int, remaining: RemainingBatches
