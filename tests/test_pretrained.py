@@ -576,6 +576,19 @@ def test_what_is_at_the_path_is_not_replaced(tmp_path: Path) -> None:
         fabric.save_pretrained(model, folder)
 
 
+def test_a_file_in_place_of_the_folder_is_named_with_a_remedy_that_works(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.touch()
+    model = nn.Linear(3, 2)
+    with single() as fabric:
+        with pytest.raises(CheckpointError, match="is a file"):
+            fabric.save_pretrained(model, path / "folder")
+        with pytest.raises(CheckpointError, match=r"os\.remove\(path\)"):
+            fabric.save_pretrained(model, path)
+        os.remove(path)
+        fabric.save_pretrained(model, path)
+
+
 def test_a_save_removes_what_killed_saves_to_the_path_left_behind(tmp_path: Path) -> None:
     abandoned = tmp_path / ".weights.0123456789ab.tmp"
     abandoned.mkdir()

@@ -39,7 +39,7 @@ from fabric.checkpoint.pretrained import (
 from fabric.checkpoint.safetensors import encode_header
 from fabric.checkpoint.sharded import context_on_one_rank, run_with_write_errors_on_all_ranks
 from fabric.checkpoint.state import StateDicts
-from fabric.checkpoint.storage import locate
+from fabric.checkpoint.storage import locate, require_folder
 from fabric.communicators import Communicator
 from fabric.errors import CheckpointError
 
@@ -329,6 +329,7 @@ def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
         raise CheckpointError(request, problem, suggestion=suggestion)
     target = Path(os.path.realpath(target))
     _refuse_existing(request, target)
+    require_folder(request, target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     folder = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
@@ -356,11 +357,12 @@ def _refuse_existing(request: str, target: Path) -> None:
         return
     if target.is_dir() and not any(target.iterdir()):
         return
+    removal = "shutil.rmtree(path)" if target.is_dir() else "os.remove(path)"
     raise CheckpointError(
         request,
         problem="there is something of that name, and files that stay there would be read too",
         expected="a path where nothing is",
-        suggestion="another path, or shutil.rmtree(path) on rank 0 and fabric.barrier() before",
+        suggestion=f"another path, or {removal} on rank 0 and fabric.barrier() before",
     )
 
 
