@@ -178,24 +178,13 @@ class FabricModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the user's module, also between a forward and a backward pass.
 
-        Under FSDP, a forward pass may replace shards by gathered parameters until the backward
-        pass. The gradients stay with the shards, and this method clears them there. In this time,
-        ``zero_grad()`` of another module and ``parameter.grad = None`` reach only the gathered
-        parameters. Call these before the forward pass.
-
         Args:
             set_to_none: set the gradients to None. Otherwise they are set to zero.
         """
         self._fabric_uncompiled.zero_grad(set_to_none)
-        contract = self._fabric_contract
-        if contract is None or not contract.is_sharded:
-            return
-        for parameter in contract.parameters().values():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                # .data keeps autograd from recording the change of a gradient with a graph.
-                parameter.grad.data.zero_()
+        if self._fabric_contract is not None:
+            # Under FSDP, the user's module may hold gathered parameters now.
+            self._fabric_contract.take_back_gradients()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's module. Python calls this if this object lacks it.

@@ -91,7 +91,7 @@ ORDER = {
     ),
     "strategies": (
         "init_module base standalone parallel data_parallel ddp "
-        "fsdp.wrapping fsdp.state fsdp.unreduced fsdp.sharding fsdp.parameters fsdp.forward fsdp.operators "
+        "fsdp.wrapping fsdp.state fsdp.lent_gradients fsdp.unreduced fsdp.sharding fsdp.parameters fsdp.forward fsdp.operators "
         "fsdp.api fsdp expert_styles tp_plan agreement split_comparison model_parallel sequence_parallel"
     ),
     "testing": "oracles stacks rank_warnings base generators threads patches state time_limits pool conformance contracts plugin",

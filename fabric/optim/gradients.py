@@ -6,9 +6,14 @@ may be zero, too, and users may change it in place without dropping it. The sign
 two apart: a cleared gradient is +0.0 in every element. After a backward pass,
 :func:`mark_as_computed` makes a zero in the first element of a gradient a -0.0. This changes no
 result, since -0.0 is equal to 0.0, and a sum with -0.0 is exactly the other number.
+
+A shard without elements holds no sign. torch counts changes in place of most kinds, even of tensors
+without elements. So such a shard counts as cleared if the gradients with elements that were changed
+as it was are all cleared.
 """
 
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +22,9 @@ from torch.optim import Optimizer
 from fabric._torch import in_place_version, local_tensor
 
 __all__ = [
+    "cleared_empty_gradients",
     "gradient_fingerprint",
+    "gradient_versions",
     "has_gradients",
     "is_cleared",
     "local_gradients",
@@ -116,6 +123,57 @@ def mark_first_gradient(optimizer: Optimizer) -> bool:
     return bool(grads_by_kind)
 
 
+def gradient_versions(parameters: Iterable[Tensor]) -> dict[Tensor, object]:
+    """Return a value for each parameter with a gradient that changes with a change in place.
+
+    Changes through ``grad.data``, and of several DTensors in one call, do not change the value.
+    """
+    versions: dict[Tensor, object] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            versions[parameter] = _in_place_versions(parameter.grad)
+    return versions
+
+
+def cleared_empty_gradients(
+    versions: Mapping[Tensor, object], cleared: Collection[Tensor]
+) -> list[Tensor]:
+    """Return the parameters whose gradients have no elements on this rank and count as cleared.
+
+    See ``[Note: Cleared gradients]``. Does not wait for the device.
+
+    Args:
+        versions: the result of :func:`gradient_versions` after the backward pass.
+        cleared: of these parameters, those with elements whose gradients the user has cleared.
+    """
+    # For each gradient with elements, whether it was cleared.
+    changed: list[bool] = []
+    unchanged: list[bool] = []
+    empty: list[Tensor] = []
+    for parameter, version in versions.items():
+        if local_tensor(parameter).numel() == 0:
+            empty.append(parameter)
+        elif _has_changed(parameter, version):
+            changed.append(parameter in cleared)
+        else:
+            unchanged.append(parameter in cleared)
+    cleared_empty: list[Tensor] = []
+    for parameter in empty:
+        if _has_changed(parameter, versions[parameter]):
+            was_cleared = parameter.grad is None or all(changed)
+        else:
+            # At least one gradient was cleared in a way that leaves the version as it was.
+            was_cleared = bool(unchanged) and all(unchanged)
+        if was_cleared:
+            cleared_empty.append(parameter)
+    return cleared_empty
+
+
+def _has_changed(parameter: Tensor, version: object) -> bool:
+    """Return whether a gradient is None, or was changed in place since it had this version."""
+    return parameter.grad is None or _in_place_versions(parameter.grad) != version
+
+
 def gradient_fingerprint(optimizer: Optimizer) -> object:
     """Return a value that changes when an optimizer's gradients are cleared or changed.
 
@@ -127,7 +185,14 @@ def gradient_fingerprint(optimizer: Optimizer) -> object:
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is not None:
-                # Two versions: FSDP changes the local part of a DTensor in place, and
-                # zero_grad(set_to_none=False) changes the DTensor itself.
-                return id(grad), in_place_version(grad), in_place_version(local_tensor(grad))
+                return id(grad), _in_place_versions(grad)
     return None
+
+
+def _in_place_versions(grad: Tensor) -> tuple[int, int]:
+    """Return the in-place versions of a gradient and of its local part.
+
+    FSDP changes the local part of a DTensor in place, and ``zero_grad(set_to_none=False)`` changes
+    the DTensor itself.
+    """
+    return in_place_version(grad), in_place_version(local_tensor(grad))

@@ -39,12 +39,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fabric._torch import foreach_multiply, unscale_and_check
+from fabric._torch import foreach_multiply, local_tensor, unscale_and_check
 from fabric.contract import GradientContract
 from fabric.errors import UsageError
 from fabric.optim.gradient_watch import GradientWatch
 from fabric.optim.gradients import (
+    cleared_empty_gradients,
     gradient_fingerprint,
+    gradient_versions,
     has_gradients,
     is_cleared,
     local_gradients,
@@ -91,12 +93,15 @@ class _OptimizerState:
         window: the optimizer's window, or a mark in place of a window. None after a step.
         fingerprint: see ``gradient_fingerprint``, of the gradients after the last backward pass.
         had_weighted_gradients: whether there were gradients after the last weighted backward pass.
+        gradient_versions: see ``gradient_versions``, of the gradients after the last backward pass.
+            Empty if each of them has elements on this rank.
         divisor: the divisor of the optimizer's next window. None before the first step.
     """
 
     window: _Window | _Mark | None = None
     fingerprint: object = None
     had_weighted_gradients: bool = False
+    gradient_versions: dict[Tensor, object] = field(default_factory=dict)
     divisor: Tensor | None = None
 
 
@@ -334,6 +339,8 @@ class LossWeights:
         ``grad.data``. For this case the device itself computes whether all gradients are zero, and
         then sets the weight of the window to 0. Nothing waits for the device.
         """
+        for contract in self._contracts:
+            contract.take_back_gradients()
         # For each window, a flag for each gradient: a tensor on the device that says whether the
         # gradient is cleared. Optimizers of one loss share a window, and its flags.
         unread_flags: defaultdict[_Window, list[Tensor]] = defaultdict(list)
@@ -343,6 +350,10 @@ class LossWeights:
                 continue
             fingerprint = gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
+            if state.gradient_versions:
+                # The first gradient may have no elements, and all others may have been cleared.
+                versions = gradient_versions(parameters_of(optimizer))
+                has_changed = has_changed or versions != state.gradient_versions
             state.fingerprint = fingerprint
             should_read_gradients = self.weight_sums.reads_at_once or has_changed
             if should_read_gradients:
@@ -519,6 +530,7 @@ class LossWeights:
         state.window = window
         state.had_weighted_gradients = mark_first_gradient(optimizer)
         state.fingerprint = gradient_fingerprint(optimizer)
+        state.gradient_versions = _versions_if_any_is_empty(optimizer)
 
     # -- around a step --------------------------------------------------------------------------
 
@@ -591,15 +603,32 @@ def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_cha
         state: its state.
         has_changed: whether its fingerprint has changed.
     """
-    num_elements = 0
-    for grads in local_gradients(optimizer):
-        for grad in grads:
-            num_elements += grad.numel()
-    if num_elements > 0:
-        return not has_gradients(optimizer)
-    # This rank has no gradients, or shards without elements, which cannot show that they were set
-    # to zero.
-    return state.had_weighted_gradients and has_changed
+    if has_gradients(optimizer):
+        return False
+    if not state.gradient_versions:
+        # Gradients with elements show that they were cleared.
+        return bool(local_gradients(optimizer)) or (state.had_weighted_gradients and has_changed)
+    cleared: set[Tensor] = set()
+    empty: set[Tensor] = set()
+    for parameter in state.gradient_versions:
+        if local_tensor(parameter).numel() > 0:
+            cleared.add(parameter)
+        else:
+            empty.add(parameter)
+    # Other ranks may have elements of the gradients that are empty here. They keep the window if
+    # such a gradient was not cleared.
+    return empty.issubset(cleared_empty_gradients(state.gradient_versions, cleared))
+
+
+def _versions_if_any_is_empty(optimizer: Optimizer) -> dict[Tensor, object]:
+    """Return the :func:`gradient_versions` of an optimizer that has shards without elements.
+
+    Other optimizers get an empty dict.
+    """
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None and local_tensor(parameter).numel() == 0:
+            return gradient_versions(parameters_of(optimizer))
+    return {}
 
 
 def _weight_unless_cleared(window: _Window, flags: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, Us
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import Runtime
 from fabric.strategies.fsdp.forward import ShardedForward
+from fabric.strategies.fsdp.lent_gradients import LentGradients
 from fabric.strategies.fsdp.operators import handle_operators
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
@@ -650,6 +651,10 @@ class FSDPStrategy(ParallelStrategy):
                 if state:
                     optimizer.state[shard] = shard_parameter_state(shard, state)
         optimizer.register_load_state_dict_pre_hook(shard_state)
+        for forward in self._forwards_by_model_id.values():
+            # A weak reference, so that the optimizer does not keep the model alive.
+            take_back = partial(_take_back_gradients, ref(forward.lent_gradients))
+            optimizer.register_step_pre_hook(take_back)
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -684,6 +689,7 @@ class FSDPStrategy(ParallelStrategy):
             # Saves compare these between the ranks that hold the same shards.
             replicas=partial(_with_buffers, parameters, root),
             unreduced=forward.unreduced_parameters,
+            take_back_gradients=forward.lent_gradients.take_back,
             # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
             # Offloaded shards are copied to the device in the background: reshard has to wait for
@@ -723,6 +729,17 @@ class FSDPStrategy(ParallelStrategy):
     ) -> None:
         """Load a state dict. Every rank takes its shards of full tensors."""
         optimizer.load_state_dict(shard_state(optimizer, state_dict))
+
+
+def _take_back_gradients(lent_gradients: Callable[[], LentGradients | None], *_: object) -> None:
+    """Take back lent gradients before a step. A step pre-hook.
+
+    Args:
+        lent_gradients: returns the lent gradients of a model. None if the model is gone.
+    """
+    gradients = lent_gradients()
+    if gradients is not None:
+        gradients.take_back()
 
 
 # -- arguments ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from fabric._torch import (
 )
 from fabric.diagnostics.bypass import call_of_method, callable_submodules
 from fabric.errors import UsageError
+from fabric.strategies.fsdp.lent_gradients import LentGradients
 from fabric.strategies.fsdp.parameters import ShardedParameters
 from fabric.strategies.fsdp.state import UnshardedState
 from fabric.strategies.fsdp.unreduced import UnreducedGradients
@@ -52,6 +53,7 @@ class ShardedForward:
         unsharded: the parameters and buffers of the model that are not sharded.
         synchronizes: returns whether a backward pass would reduce gradients now. It runs in C,
             since every step calls it.
+        lent_gradients: the gradients that shards have lent to gathered parameters.
         unreduced: the gradients that backward passes without synchronization have left.
     """
 
@@ -63,7 +65,8 @@ class ShardedForward:
         self.unsharded = unsharded
         # Reads unsharded.synchronizes in C.
         self.synchronizes: Callable[[], bool] = partial(attrgetter("synchronizes"), unsharded)
-        self.unreduced = UnreducedGradients(root, self.synchronizes)
+        self.lent_gradients = LentGradients(root)
+        self.unreduced = UnreducedGradients(root, self.synchronizes, self.lent_gradients)
         self._rank = rank
         # Empty if the model is not sharded, as under tensor parallelism alone.
         self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
@@ -73,7 +76,8 @@ class ShardedForward:
         self._last_pass_succeeded = True
         # Returns whether a backward pass of the model has begun and has not ended.
         self._backward_is_unfinished = unfinished_backward_check(root)
-        # torch.compile must not put these two methods into a graph.
+        # torch.compile must not put these three methods into a graph.
+        self._lend_gradients_uncompiled: Any = torch.compiler.disable(self.lent_gradients.lend)
         self._unsharded_before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._unsharded_after_forward: Any = torch.compiler.disable(unsharded.after_forward)
         self._sharded_parameters = ShardedParameters(root, rank)
@@ -146,6 +150,7 @@ class ShardedForward:
         Args:
             wait: also wait for the device, which may still copy shards from the host.
         """
+        self.lent_gradients.take_back()
         for module in self._fsdp_modules:
             module.reshard()
         if wait:
@@ -255,6 +260,9 @@ class ShardedForward:
         if not self.unsharded.is_empty:
             self._unsharded_after_forward(output)
         if torch.compiler.is_dynamo_compiling():
+            # Without FSDP modules and replicated parameters, the shards stay in the modules.
+            if self._fsdp_modules or not self.unsharded.is_empty:
+                self._lend_gradients_uncompiled(output)
             return
         # Put back the hooks that refuse calls of submodules. They become the first hooks, since
         # they have to run before FSDP's own hooks.
@@ -269,3 +277,4 @@ class ShardedForward:
             # FSDP2 keeps the parameters of the root gathered for a backward pass. No backward pass
             # follows here, and a change of the gathered parameters by the user would be lost.
             self.reshard()
+        self.lent_gradients.lend(output)

@@ -23,11 +23,16 @@ from fabric._torch import (
     drop_unreduced_gradient,
     fsdp_parameter_records,
     has_unreduced_gradient,
-    in_place_version,
     local_tensor,
     reset_fsdp_pass,
 )
-from fabric.optim.gradients import is_cleared, mark_as_computed
+from fabric.optim.gradients import (
+    cleared_empty_gradients,
+    gradient_versions,
+    is_cleared,
+    mark_as_computed,
+)
+from fabric.strategies.fsdp.lent_gradients import LentGradients
 
 __all__ = ["UnreducedGradients"]
 
@@ -42,19 +47,29 @@ class UnreducedGradients:
     Args:
         root: the user's module, which is sharded already.
         synchronizes: returns whether a backward pass reduces gradients.
+        lent_gradients: the gradients that shards have lent to gathered parameters.
 
     Attributes:
         num_passes: the number of backward passes so far that have left gradients unreduced.
     """
 
-    def __init__(self, root: nn.Module, synchronizes: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        synchronizes: Callable[[], bool],
+        lent_gradients: LentGradients,
+    ) -> None:
         """List the sharded parameters. Called after the model has been sharded."""
         self._root = root
+        self._lent_gradients = lent_gradients
         self._records = fsdp_parameter_records(root)
         self._synchronizes = synchronizes
-        # The records that had an unreduced gradient at the end of the last backward pass. Their
-        # parameters have a placeholder in ``grad``, unless the user has cleared it since.
-        self._records_with_placeholder: list[Any] = []
+        # The records that had an unreduced gradient at the end of the last backward pass, by their
+        # sharded parameters. These have a placeholder in ``grad``, unless the user has cleared it
+        # since.
+        self._records_with_placeholder: dict[Tensor, Any] = {}
+        # The gradient_versions() of the placeholders then.
+        self._placeholder_versions: dict[Tensor, object] = {}
         # The hooks of watch() on the sharded parameters. Empty if the model is not watched.
         self._gradient_hooks: list[RemovableHandle] = []
         self.num_passes = 0
@@ -90,6 +105,7 @@ class UnreducedGradients:
 
     def reset_pass(self) -> None:
         """Clear FSDP2's state after a pass that raised, but keep all gradients."""
+        self._lent_gradients.take_back()
         reset_fsdp_pass(self._root, self._records)
 
     @torch.no_grad()
@@ -103,13 +119,14 @@ class UnreducedGradients:
         for record in self._records:
             if not has_unreduced_gradient(record):
                 continue
-            self._records_with_placeholder.append(record)
             parameter = record.sharded_param
+            self._records_with_placeholder[parameter] = record
             if parameter.grad is None:
                 # -0.0, since clearing writes +0.0.
                 parameter.grad = torch.full_like(parameter, -0.0)
             else:
                 mark_as_computed(local_tensor(parameter.grad))
+        self._placeholder_versions = gradient_versions(self._records_with_placeholder)
 
     def _on_gradient(self, grad: Tensor) -> None:
         """Drop cleared gradients when a backward pass begins. The hook of watched parameters.
@@ -135,6 +152,7 @@ class UnreducedGradients:
             return
         # The reduced gradients have replaced the placeholders.
         self._records_with_placeholder.clear()
+        self._placeholder_versions.clear()
         for hook in self._gradient_hooks:
             hook.remove()
         self._gradient_hooks.clear()
@@ -145,34 +163,26 @@ class UnreducedGradients:
         The user clears a placeholder by setting it to None or to zero. This method waits for the
         device once, if there are placeholders.
         """
-        records: list[Any] = []
-        # For each of these records, whether its placeholder is zero. The flags are tensors on the
-        # device, so that one read gets all of them.
+        self._lent_gradients.take_back()
+        cleared: set[Tensor] = set()
+        parameters: list[Tensor] = []
+        # For each of these parameters, whether its placeholder is zero. The flags are tensors on
+        # the device, so that one read gets all of them.
         is_zero_flags: list[Tensor] = []
-        # The records of parameters of which this rank's shard has no elements.
-        records_of_empty_shards: list[Any] = []
-        for record in self._records_with_placeholder:
-            grad = record.sharded_param.grad
+        for parameter in self._records_with_placeholder:
+            grad = parameter.grad
             if grad is None:
-                drop_unreduced_gradient(record)
-            elif local_tensor(grad).numel() == 0:
-                records_of_empty_shards.append(record)
-            else:
-                records.append(record)
+                cleared.add(parameter)
+            elif local_tensor(grad).numel() > 0:
+                parameters.append(parameter)
                 is_zero_flags.append(is_cleared(local_tensor(grad)))
         are_zero: list[bool] = []
         if is_zero_flags:
             are_zero = torch.stack(is_zero_flags).tolist()
-        for record, is_zero in zip(records, are_zero, strict=True):
+        for parameter, is_zero in zip(parameters, are_zero, strict=True):
             if is_zero:
-                drop_unreduced_gradient(record)
-        # An empty shard has no element that shows whether it was set to zero. It counts as cleared
-        # if all non-empty shards of this rank were cleared. If all shards of this rank are empty,
-        # the in-place version of the placeholder decides: it is 0 until zero_grad() writes to it.
-        for record in records_of_empty_shards:
-            if records:
-                was_cleared = all(are_zero)
-            else:
-                was_cleared = in_place_version(record.sharded_param.grad) > 0
-            if was_cleared:
-                drop_unreduced_gradient(record)
+                cleared.add(parameter)
+        # Shards without elements.
+        cleared.update(cleared_empty_gradients(self._placeholder_versions, cleared))
+        for parameter in cleared:
+            drop_unreduced_gradient(self._records_with_placeholder[parameter])
