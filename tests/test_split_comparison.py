@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from fabric import Fabric
 from fabric._torch import full_tensor
-from fabric.errors import RankFailedError
+from fabric.errors import ArgumentTypeError, RankFailedError
 from fabric.strategies import ModelParallelStrategy
 from tests.ranks import outcome, run_in_ranks
 
@@ -437,10 +442,44 @@ def pass_through_sharded_layers(fabric: Fabric) -> bool:
     return pass_through_wrong_blocks(fabric) and pass_through_right_blocks(fabric)
 
 
-def train_sharded_layers(fabric: Fabric) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a parameter after two steps of a sharded and of a plain model."""
-    torch.manual_seed(3)
-    plain = Model(Attention())
+class HeadScales(Attention):
+    """An attention with a layer on this rank's heads that setup does not recognize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(WIDTH // HEADS, 1)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        heads = super().split_heads(x)
+        return heads * self.scale(heads)
+
+
+WHOLE_PLAN = {"*.up": "colwise_rep", "*.gate": "colwise_rep", "*.down": "rowwise_rep"}
+# For each remedy in the error, the block that follows it, and the plan.
+REMEDIES: list[tuple[type[nn.Module], Any]] = [
+    (Attention, None),  # a view with -1 in place of a number of heads
+    (TwoLayers, None),
+    (Cat, WHOLE_PLAN),
+    (Softmax, {"*.up": "colwise_rep", "*.down": "rowwise_rep"}),
+    (HeadScales, {**ATTENTION_PLAN, "*.scale": "replicated_with_grad_allreduce"}),
+    (RouterBehind, None),
+]
+
+
+def train_with_remedies(fabric: Fabric) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return for each remedy the pairs of a parameter of a split and of a plain model."""
+    strategy: Any = fabric.strategy
+    pairs_of_blocks: list[list[tuple[Tensor, Tensor]]] = []
+    for build, plan in REMEDIES:
+        torch.manual_seed(3)
+        plain = Model(build())
+        strategy.tp_plan = plan or plan_for(plain)
+        pairs_of_blocks.append(train_beside(fabric, plain))
+    return pairs_of_blocks
+
+
+def train_beside(fabric: Fabric, plain: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a parameter after two steps of a split model and of the plain one."""
     module = deepcopy(plain)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -456,6 +495,75 @@ def train_sharded_layers(fabric: Fabric) -> list[tuple[Tensor, Tensor]]:
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         pairs.append((full_tensor(parameter.detach()), expected.detach()))
     return pairs
+
+
+def test_each_remedy_of_the_error_trains_the_whole_model() -> None:
+    for pairs_of_blocks in on_mesh(train_with_remedies):
+        for pairs in pairs_of_blocks:
+            for actual, expected in pairs:
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Softmax(), SmallGate()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def leave_out_blocks(fabric: Fabric) -> list[str]:
+    """Return the errors of first passes of a model that differs in two blocks when it is split."""
+    strategy: Any = fabric.strategy
+    errors: list[str] = []
+    x = torch.randn(2, 5, WIDTH)
+    for patterns in ([], ["blocks.0"], ["blocks.*"]):
+        strategy.not_compared = patterns
+        model = fabric.setup(TwoBlocks())
+        errors.append(outcome(lambda model=model: model(x)))
+    strategy.not_compared = ["block"]
+    errors.append(outcome(lambda: fabric.setup(TwoBlocks())))
+    return errors
+
+
+def split_two_blocks(model: Any, mesh: Any) -> Any:
+    for block in model.blocks:
+        layers = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor_parallel"], layers)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_plan": {"*.*.up": "colwise", "*.*.down": "rowwise"}},
+        {"tp_plan": None, "parallelize_fn": split_two_blocks},
+    ],
+)
+def test_a_block_that_is_meant_to_differ_is_left_out_by_name(options: Any) -> None:
+    for nothing, first, both, unknown in on_mesh(leave_out_blocks, **options):
+        assert "the output of blocks.0.down differs" in nothing
+        assert "not_compared=['blocks.*']" in nothing
+        assert "check_training" not in nothing
+        assert "the gradient of blocks.1.router.weight differs" in first
+        assert both == "fine"
+        assert "no module is called 'block'" in unknown
+
+
+def test_a_string_for_a_list_of_blocks_is_an_error() -> None:
+    patterns: Any = "blocks.*"
+    with pytest.raises(ArgumentTypeError, match=r"not_compared=\['blocks\.\*'\]"):
+        ModelParallelStrategy(tp_plan=ATTENTION_PLAN, not_compared=patterns)
+
+
+def train_sharded_layers(fabric: Fabric) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a parameter after two steps of a sharded and of a plain model."""
+    torch.manual_seed(3)
+    plain = Model(Attention())
+    return train_beside(fabric, plain)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

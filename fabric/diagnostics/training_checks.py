@@ -315,7 +315,7 @@ class _FingerprintComparison:
                 "of one rank",
                 expected="a loss of whole outputs, which is equal on all ranks of a split layer",
                 suggestion='the lines "colwise_rep" and "rowwise_rep" of tp_plan for the layers '
-                f"before and behind the columns in the loss; {_TURN_OFF}",
+                "before and behind the columns in the loss",
             )
         names_of_replicas = [name for name in different_names if name != _LOSSES]
         raise UsageError(

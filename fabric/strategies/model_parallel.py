@@ -11,7 +11,7 @@
 ``sequence`` and ``tensor_parallel`` have the same batch, and the same random streams for the batch.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd, prod
@@ -49,6 +49,7 @@ from fabric.strategies.tp_plan import (
     check_styles,
     find_head_attributes,
     find_layers_to_split,
+    find_modules,
     find_partial_gradients,
     has_whole_output,
     is_split,
@@ -209,6 +210,9 @@ class ModelParallelStrategy(FSDPStrategy):
             projection to latent keys and values), or a ``ParallelStyle`` of torch. ``"auto"``
             takes the model's own plan. An attribute that counts heads, in a module with
             ``"colwise"`` layers, becomes the number of this rank's heads.
+        not_compared: patterns of names of modules that are meant to compute something else when
+            they are split. The first forward pass, which compares split with whole modules, leaves
+            these out.
         **options: the options of :class:`fabric.strategies.FSDPStrategy` except ``device_mesh`` and
             ``HYBRID_SHARD``.
 
@@ -227,6 +231,8 @@ class ModelParallelStrategy(FSDPStrategy):
         replicate_size: int = 1,
         sequence_parallel_size: int = 1,
         tp_plan: Mapping[str, Any] | str | None = None,
+        *,
+        not_compared: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """Check the options and keep them. No process runs yet."""
@@ -255,6 +261,7 @@ class ModelParallelStrategy(FSDPStrategy):
         check_styles(tp_plan)
         self.parallelize_fn = parallelize_fn
         self.tp_plan = tp_plan
+        self.not_compared = _parse_patterns(not_compared)
         self._requested_sizes = requested_sizes
         # None unless the runtime runs.
         self._topology: _Topology | None = None
@@ -407,6 +414,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 "the parameters on the mesh",
             )
         layers = self._find_layers_to_split(root)
+        self._modules_not_compared(root)  # for its error
         super()._check_model(root)  # for its errors
         plan: list[tuple[str, str]] = []
         for name, module in root.named_modules():
@@ -497,7 +505,17 @@ class ModelParallelStrategy(FSDPStrategy):
             self.runtime.store,
             lines=lines,
             whole_outputs=whole_outputs,
+            not_compared=self._modules_not_compared(root),
         )
+
+    def _modules_not_compared(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules of the option ``not_compared``.
+
+        Raises:
+            ConfigurationError: a pattern fits no module.
+        """
+        request = f"ModelParallelStrategy(not_compared={self.not_compared}) for a model"
+        return find_modules(root, self.not_compared, request)
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -688,6 +706,21 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in after.items():
             if parameter is not before[name]:
                 self._original_parameters[parameter] = before[name]
+
+
+def _parse_patterns(not_compared: Sequence[str]) -> list[str]:
+    """Return the patterns of the option ``not_compared``.
+
+    Raises:
+        ArgumentTypeError: the option is a string. Its letters would be taken for patterns.
+    """
+    if isinstance(not_compared, str):
+        raise ArgumentTypeError(
+            f"ModelParallelStrategy({not_compared=})",
+            expected="a list of patterns of names of modules",
+            suggestion=f"not_compared=[{not_compared!r}]",
+        )
+    return list(not_compared)
 
 
 def _branch_error(root: nn.Module, rank: int, problem: str) -> UsageError:

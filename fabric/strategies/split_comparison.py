@@ -19,6 +19,7 @@ time, and the time of one step.
 Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
 under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
 user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation mode.
+Where users mean a difference, they name the module in the strategy's option ``not_compared``.
 An error on some of the ranks reaches the user. See ``[Note: Agreeing collectives]``.
 """
 
@@ -56,6 +57,7 @@ from fabric.strategies.tp_plan import (
     ancestors,
     direction_of_split,
     generators_of,
+    pattern_of,
     smallest_modules_around,
 )
 from fabric.tree import flatten, unflatten
@@ -73,7 +75,6 @@ _TOLERANCE_OF_FAST_MATMUL = 1e-2
 _MAX_PASSES = 20
 # Arguments of these types cannot be changed by a forward pass.
 _IMMUTABLE_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_TURN_OFF = "Fabric(check_training=False) if this is meant"
 _REMEDIES_OF_OUTPUTS = (
     "view(batch, length, -1, width_of_a_head) in place of a number of heads; a layer for each of "
     'several concatenated outputs; "colwise_rep" and "rowwise_rep" around a cat or a softmax'
@@ -137,6 +138,11 @@ class _Region:
     has_called_layers: bool = False
     has_zero_weights: bool = False
     is_compared: bool = False
+
+    @property
+    def option_to_leave_out(self) -> str:
+        """The option of the strategy that leaves out this region, and regions like it."""
+        return f"ModelParallelStrategy(not_compared=[{pattern_of(self.path)!r}])"
 
     @property
     def all_plan_lines(self) -> list[str]:
@@ -256,6 +262,8 @@ class SplitComparison:
         lines: the line of the plan for each split layer. Layers that ``parallelize_fn`` splits have
             none.
         whole_outputs: the colwise layers whose output has the columns of all ranks.
+        not_compared: modules that are meant to compute something else when they are split. Regions
+            in them are left out.
     """
 
     def __init__(
@@ -268,6 +276,7 @@ class SplitComparison:
         *,
         lines: Mapping[nn.Module, str],
         whole_outputs: set[nn.Module],
+        not_compared: set[nn.Module],
     ) -> None:
         """Find the regions. The comparison starts in :meth:`add_to`."""
         self._root = root
@@ -279,7 +288,9 @@ class SplitComparison:
         # The number of calls of _run_on_all_ranks(), for keys in the store.
         self._num_runs = 0
         self._generators = generators_of(communicator.device.type)
-        self._find_regions = partial(_find_regions, root, whole, lines, whole_outputs)
+        self._find_regions = partial(
+            _find_regions, root, whole, lines, whole_outputs, not_compared=not_compared
+        )
         # The regions that are still to be compared.
         self._regions_to_compare = self._find_regions(uncalled=())
         # The names of all regions so far.
@@ -424,10 +435,14 @@ class SplitComparison:
         self._has_compared = True
         region.is_compared = torch.is_grad_enabled() and was_computed
 
-    def _raise_on_all_ranks(self, difference: "_Difference | None") -> None:
+    def _raise_on_all_ranks(self, region: _Region, difference: "_Difference | None") -> None:
         """Raise a UsageError on all ranks of a layer if one of them passes a difference.
 
         Collective among the ranks of a layer.
+
+        Args:
+            region: the region.
+            difference: a difference between the split and the whole region. None if there is none.
         """
         error = None
         if difference is not None:
@@ -439,7 +454,8 @@ class SplitComparison:
                 problem=f"{difference.text}; the layers are split by {lines}",
                 expected="between a colwise and a rowwise layer, operations on each head or each "
                 "column by itself",
-                suggestion=f"{difference.suggestion}; {_TURN_OFF}",
+                suggestion=f"{difference.suggestion}. {region.option_to_leave_out} if the split "
+                f"{region.path or 'model'} is meant to be another model than the whole one",
             )
         self._communicator.gather_objects(None, error=error)  # raises the error of any rank
 
@@ -496,11 +512,11 @@ class SplitComparison:
         is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
         if not all(self._communicator.gather_objects(is_comparable)):
             return True  # the region was computed, and is not compared again
-        self._raise_on_all_ranks(self._compare_outputs(split, whole))
+        self._raise_on_all_ranks(region, self._compare_outputs(split, whole))
         gradients = self._run_on_all_ranks(_compute_gradients, split, whole, region_of_error=region)
         if gradients is None:
             return False
-        self._raise_on_all_ranks(_compare_gradients(gradients, _tolerance(split)))
+        self._raise_on_all_ranks(region, _compare_gradients(gradients, _tolerance(split)))
         return True
 
     def _run_on_all_ranks(
@@ -541,7 +557,8 @@ class SplitComparison:
             "pass computes in evaluation mode, split and whole",
             problem=problem,
             expected="the same computation on all ranks of a split layer",
-            suggestion=f"no branch on the rank in the forward pass; {_TURN_OFF}",
+            suggestion="no branch on the rank in the forward pass. "
+            f"{region.option_to_leave_out} if ranks are meant to compute differently there",
         )
 
     def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
@@ -598,6 +615,7 @@ def _find_regions(
     lines: Mapping[nn.Module, str],
     whole_outputs: set[nn.Module],
     *,
+    not_compared: set[nn.Module],
     uncalled: Collection[str],
 ) -> list[_Region]:
     """Return the regions of a model, inner before outer.
@@ -611,6 +629,7 @@ def _find_regions(
         whole: its copy from before the split.
         lines: the line of the plan for each split layer.
         whole_outputs: the colwise layers whose output has the columns of all ranks.
+        not_compared: modules that are left out, with all modules inside.
         uncalled: the names of modules that are never called, and so are no regions.
     """
     modules = dict(root.named_modules())
@@ -642,9 +661,11 @@ def _find_regions(
         region = _Region(path, modules[path], whole.get_submodule(path))
         # All hooks of the copy from before the split are the user's.
         has_user_hooks = any(map(user_hooks, region.whole.modules()))
+        modules_around = [modules[outer_path] for outer_path in (path, *ancestors(path))]
+        is_left_out = not not_compared.isdisjoint(modules_around)
         fsdp_modules = _inner_fsdp_modules(region.module)
         has_regions_in_fsdp_modules = not modules_with_regions.isdisjoint(fsdp_modules)
-        if has_user_hooks or has_regions_in_fsdp_modules:
+        if is_left_out or has_user_hooks or has_regions_in_fsdp_modules:
             continue
         for layer in layers.rowwise:
             if path in ancestors(layer):

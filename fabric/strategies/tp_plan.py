@@ -34,11 +34,13 @@ __all__ = [
     "direction_of_split",
     "find_head_attributes",
     "find_layers_to_split",
+    "find_modules",
     "find_partial_gradients",
     "generators_of",
     "has_whole_output",
     "is_split",
     "lines_of_plan",
+    "pattern_of",
     "refuse_second_derivatives",
     "smallest_modules_around",
     "sum_over_parts",
@@ -594,6 +596,37 @@ def _find_matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[nn.Mo
     return [module for name, module in modules.items() if expression.fullmatch(name)]
 
 
+def find_modules(root: nn.Module, patterns: Collection[str], request: str) -> set[nn.Module]:
+    """Return the modules of a model whose names fit patterns.
+
+    Args:
+        root: the model.
+        patterns: names of modules, in which ``*`` stands for a part without a dot. The name of the
+            model itself is empty.
+        request: what the user asked for, for the error.
+
+    Raises:
+        ConfigurationError: a pattern fits no module.
+    """
+    modules = dict(root.named_modules())
+    matching_modules: set[nn.Module] = set()
+    for pattern in patterns:
+        matching = _find_matching(pattern, modules)
+        if not matching:
+            raise ConfigurationError(
+                request,
+                problem=f"no module is called {pattern!r}",
+                expected=f"a pattern for {', '.join(_patterns_of(modules))}",
+            )
+        matching_modules.update(matching)
+    return matching_modules
+
+
+def pattern_of(path: str) -> str:
+    """Return the name of a module with ``*`` in place of every number."""
+    return re.sub(r"\b\d+\b", "*", path)
+
+
 def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of modules with ``*`` in place of every number, for an error.
 
@@ -602,7 +635,7 @@ def _patterns_of(modules: Mapping[str, nn.Module]) -> list[str]:
     patterns: dict[str, None] = {}  # the keys are an ordered set
     for name in modules:
         if name:
-            patterns[re.sub(r"\b\d+\b", "*", name)] = None
+            patterns[pattern_of(name)] = None
     return list(patterns)
 
 
