@@ -1,8 +1,10 @@
 """Clipping gives torch's own result, bit for bit, or changes nothing and says why."""
 
 import math
+import warnings
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,3 +415,143 @@ def test_clipping_by_torch_before_gradients_are_complete_is_refused(
 def test_clipping_by_torch_of_complete_gradients_is_right() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         clip_norm_by_torch(fabric, is_weighted=False)
+
+
+# -- reading gradients that are not those of the step ----------------------------------------------
+
+
+def total_norm(model: Any) -> float:
+    return sum(parameter.grad.norm().item() ** 2 for parameter in model.parameters()) ** 0.5
+
+
+def log_norm(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    norms = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            norms.append(parameter.grad.norm())
+    optimizer.step()
+
+
+def log_norm_in_a_function(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    total_norm(model)
+    optimizer.step()
+
+
+def log_norm_before_clipping(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    total_norm(model)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+
+
+def log_norm_by_torch(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    optimizer.step()
+
+
+def step_after_log(model: nn.Module, optimizer: Any) -> None:
+    total_norm(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def log_norm_beside_the_step(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    step_after_log(model, optimizer)
+
+
+READS = [
+    log_norm,
+    log_norm_in_a_function,
+    log_norm_before_clipping,
+    log_norm_by_torch,
+    log_norm_beside_the_step,
+]
+
+
+def log_complete_norm(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)
+    # Gradients are complete now.
+    torch.testing.assert_close(norm.item(), total_norm(model))
+    optimizer.step()
+
+
+def log_norm_after_the_step(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    optimizer.step()
+    total_norm(model)
+
+
+def change_gradients(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.requires_grad:
+            parameter.grad.mul_(0.5)
+            parameter.grad *= 2
+            parameter.grad.nan_to_num_()
+    optimizer.step()
+
+
+def drop_and_repeat(fabric: Fabric, model: Any, optimizer: Any, is_weighted: bool) -> None:
+    backward(fabric, model, is_weighted)
+    for parameter in model.parameters():
+        parameter.grad.data.zero_()
+        parameter.grad = None
+    backward(fabric, model, is_weighted)
+    optimizer.step()
+
+
+HARMLESS_USES = [
+    log_complete_norm,
+    log_norm_after_the_step,
+    change_gradients,
+    drop_and_repeat,
+]
+
+
+def warnings_of(case: Any, precision: Any, is_weighted: bool) -> list[str]:
+    """Return the warnings of two steps of a loop."""
+    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        model, optimizer = set_up_net(fabric)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                case(fabric, model, optimizer, is_weighted)
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_weighted", "state"),
+    [
+        ("32-true", True, "not divided by the loss weights yet"),
+        ("16-mixed", False, "still multiplied by the loss scale"),
+    ],
+)
+@pytest.mark.parametrize("case", READS)
+def test_the_line_that_reads_gradients_before_they_are_complete_is_named_once(
+    case: Any, precision: str, is_weighted: bool, state: str
+) -> None:
+    (text,) = warnings_of(case, precision, is_weighted)
+    line = int(text.partition(":")[2].partition(" ")[0])
+    source = Path(__file__).read_text().splitlines()[line - 1]
+    assert ".grad" in source
+    assert state in text
+    assert "norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)" in text
+
+
+@pytest.mark.parametrize("case", READS)
+def test_complete_gradients_may_be_read(case: Any) -> None:
+    assert warnings_of(case, "32-true", is_weighted=False) == []
+
+
+@pytest.mark.parametrize(("precision", "is_weighted"), [("32-true", True), ("16-mixed", False)])
+@pytest.mark.parametrize("case", HARMLESS_USES)
+def test_uses_of_gradients_that_do_no_harm_are_not_named(
+    case: Any, precision: str, is_weighted: bool
+) -> None:
+    assert warnings_of(case, precision, is_weighted) == []

@@ -77,7 +77,7 @@ ORDER = {
     "diagnostics": (
         "digest call_site stacks recorder rank_state deadlocks checker pass_checks hang_report published_states "
         "rank_observer hang_reporter drift replicas bypass batch_counts step_comparison "
-        "uneven_inputs clipping_check evaluation_mode_check training_checks equal_draws loss_reduction loss_checks "
+        "uneven_inputs gradient_reads clipping_check evaluation_mode_check training_checks equal_draws loss_reduction loss_checks "
         "hand_steps"
     ),
     "launchers": (

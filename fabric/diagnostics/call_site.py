@@ -15,6 +15,7 @@ __all__ = [
     "CallSite",
     "fold_frames",
     "is_user_code",
+    "is_user_file",
     "user_call",
     "user_frames",
     "user_line",
@@ -55,7 +56,12 @@ class CallSite(NamedTuple):
 
 def is_user_code(frame: FrameType) -> bool:
     """Return whether a frame runs code of the user, and not of fabric or torch."""
-    return not frame.f_code.co_filename.startswith(_INTERNAL_PATHS)
+    return is_user_file(frame.f_code.co_filename)
+
+
+def is_user_file(file: str) -> bool:
+    """Return whether a file has code of the user, and not of fabric or torch."""
+    return not file.startswith(_INTERNAL_PATHS)
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:

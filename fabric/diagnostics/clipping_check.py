@@ -1,4 +1,4 @@
-"""A check that users clip the gradients that a step uses.
+"""A check that users clip and read the gradients that a step uses.
 
 [Note: Gradients before the step] After ``fabric.backward`` gradients may still be multiplied by the
 loss scale, or not yet be divided by the loss weights. ``fabric.clip_gradients`` or the step changes
@@ -8,27 +8,29 @@ A call of such a function is not visible. The check raises if two things come to
 backward pass a gradient was changed, and the code that calls ``step``, or a function that
 this code names, names a clipping function. Other changes, such as a mask or a factor, may
 be made before the gradients are scaled as well as after.
+
+A norm that is computed in between, for a log or for clipping by hand, is that of other gradients,
+too. The check warns of the line, see ``[Note: Gradient reads]``.
 """
 
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.diagnostics.call_site import is_user_code
+from fabric.diagnostics.call_site import warn_user
+from fabric.diagnostics.gradient_reads import (
+    CodePosition,
+    code_positions,
+    find_clipping_function,
+    find_gradient_read,
+)
 from fabric.errors import UsageError
 from fabric.optim.gradients import local_gradients
 
 __all__ = ["ClippingCheck"]
-
-# Functions of torch.nn.utils, also under the names that they had in older releases.
-_CLIPPING_FUNCTIONS = {
-    *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"),
-    *("clip_grad_norm", "clip_grad_value"),
-}
 
 
 class ClippingCheck:
@@ -47,11 +49,35 @@ class ClippingCheck:
         self._pending_change = pending_change
         # The norms of the gradients of each optimizer after the latest backward pass.
         self._recorded_norms: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()
+        # Where in the user's code the latest backward pass was called.
+        self._backward_positions: list[CodePosition] = []
+        self._has_warned = False
 
     def record(self, optimizers: Iterable[Optimizer]) -> None:
         """Record the norms of the gradients. Called after each backward pass."""
         for optimizer in optimizers:
             self._recorded_norms[optimizer] = _gradient_norms(optimizer)
+        self._backward_positions = code_positions(sys._getframe())
+
+    def warn_of_reads(self, optimizer: Optimizer, turn_off: str) -> None:
+        """Warn once if the user's code reads incomplete gradients after the latest backward pass.
+
+        Args:
+            optimizer: a set-up optimizer, before its gradients are completed by clipping or a step.
+            turn_off: how to turn the warning off.
+        """
+        pending_change = self._pending_change(optimizer)
+        if pending_change is None or self._has_warned:
+            return
+        line = find_gradient_read(self._backward_positions, sys._getframe())
+        if line is not None:
+            self._has_warned = True
+            warn_user(
+                f"{line} reads gradients of {type(optimizer).__name__} that are {pending_change}: "
+                "their norm is not that of the step. First call norm = fabric.clip_gradients("
+                "model, optimizer, max_norm=math.inf), which clips nothing and completes "
+                f"parameter.grad; or {turn_off}"
+            )
 
     def check(self, optimizer: Optimizer, request: str) -> None:
         """Raise if the user has clipped incomplete gradients.
@@ -67,7 +93,7 @@ class ClippingCheck:
         pending_change = self._pending_change(optimizer)
         if pending_change is None or not self._has_changed(optimizer):
             return
-        function_name = _named_clipping_function(sys._getframe())
+        function_name = find_clipping_function(self._backward_positions, sys._getframe())
         if function_name is not None:
             raise UsageError(
                 request,
@@ -95,32 +121,3 @@ def _gradient_norms(optimizer: Optimizer) -> list[float]:
     DTensors in one call.
     """
     return [nn.utils.get_total_norm(grads).item() for grads in local_gradients(optimizer)]
-
-
-def _named_clipping_function(frame: FrameType | None) -> str | None:
-    """Return the clipping function that the user's code names. None if it names none.
-
-    Args:
-        frame: the innermost frame of a stack. All frames of the stack are searched.
-    """
-    while frame is not None:
-        if is_user_code(frame):
-            named_functions = _CLIPPING_FUNCTIONS & _names_in(frame)
-            if named_functions:
-                return min(named_functions)  # the same on all ranks
-        frame = frame.f_back
-    return None
-
-
-def _names_in(frame: FrameType) -> set[str]:
-    """Return the names in the code of a frame, and in the functions that this code names."""
-    names = set(frame.f_code.co_names)
-    # In a method, the code may also name other methods of its object.
-    class_of_self = type(frame.f_locals.get("self"))
-    for name in frame.f_code.co_names:
-        for function in (frame.f_globals.get(name), getattr(class_of_self, name, None)):
-            if isinstance(function, FunctionType):
-                # This name differs if the function was imported under another one.
-                names.add(function.__name__)
-                names.update(function.__code__.co_names)
-    return names

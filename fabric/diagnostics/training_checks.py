@@ -810,6 +810,15 @@ class SetupChecks:
 
         self._backward.after.append(watch_after_backward)
 
+    def before_completion(self, optimizer: Optimizer) -> None:
+        """Warn if the user has read gradients before clipping or a step completes them.
+
+        The code is the same on all ranks as a rule, so the first rank warns for all. Only the first
+        steps of all optimizers are checked.
+        """
+        if self._store.rank == 0 and self._step_calls <= _CHECKED_STEPS_OF_ALL:
+            self._clipping_check.warn_of_reads(optimizer, _TURN_OFF)
+
     def close(self) -> None:
         """Remove the hooks of all checks.
 
@@ -854,6 +863,7 @@ class SetupChecks:
         was_set_up = optimizer in self._optimizers
         if was_set_up:
             self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
+            self.before_completion(optimizer)
         else:
             self._check_setup([optimizer])  # raises if it could not be set up
         # A closure computes the gradients within the step, so they cannot be looked at here.
