@@ -22,6 +22,7 @@ from fabric._torch import compile_as, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.data import FabricDataLoader
 from fabric.errors import ConfigurationError
+from fabric.module import FabricModule
 from fabric.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
@@ -329,12 +330,33 @@ class Fabric(_Fabric):
         """Compute gradients. ``model`` has no effect: Lightning needs it for DeepSpeed."""
         super().backward(tensor, *args, **kwargs)
 
-    def clip_gradients(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Clip gradients of a module that was set up, given as the user's own or as the result."""
-        model = self._prepared_module(module) if isinstance(module, nn.Module) else None
-        if model is None:
-            model = module
-        return super().clip_gradients(model, *args, **kwargs)
+    def clip_gradients(
+        self,
+        module: Any,
+        optimizer: Any = None,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: Any = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer's parameters.
+
+        The module may be the user's own, the result of ``setup``, one that is not set up, or None:
+        Lightning reads the module under strategies that shard only.
+        """
+        options: dict[str, Any] = {
+            "clip_val": clip_val,
+            "max_norm": max_norm,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        is_set_up = module is not None
+        if isinstance(module, nn.Module):
+            module = self._prepared_module(module) or module
+            is_set_up = any(isinstance(child, FabricModule) for child in module.modules())
+        if is_set_up or optimizer is None:
+            return super().clip_gradients(module, optimizer, norm_type=norm_type, **options)
+        session = self._ensure_session("clip_gradients")
+        return session.clip_gradients([], optimizer, norm_type=float(norm_type), **options)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of the callbacks that have it.

@@ -48,7 +48,7 @@ from fabric_compat.plugins import (
     TorchCheckpointIO,
     TorchCollective,
 )
-from fabric_compat.strategies import DDPStrategy
+from fabric_compat.strategies import DDPStrategy, SingleDeviceStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
 from fabric_compat.utilities import (
     AttributeDict,
@@ -485,6 +485,27 @@ def test_clipping_takes_the_users_own_module() -> None:
         module.weight.grad = torch.tensor([[3.0, 4.0]])
         assert fabric.clip_gradients(module, optimizer, max_norm=1.0) == 5
         assert fabric.clip_gradients(model, optimizer, max_norm=2.0) == pytest.approx(1.0)
+
+
+def clip_without_a_module(fabric: Fabric, name: str) -> tuple[float, float]:
+    """Clip the gradients of a module that another Fabric, or none, has set up."""
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(module.weight)
+    if name == "None":
+        single(strategy=SingleDeviceStrategy()).setup_module(module)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters(), lr=1.0))
+    fabric.backward(module(torch.tensor([[3.0, 4.0]])).sum())
+    argument = None if name == "None" else module
+    norm = fabric.clip_gradients(argument, optimizer, max_norm=1.0)
+    optimizer.step()
+    return norm.item(), module.weight[0, 0].item()
+
+
+@pytest.mark.parametrize("module", ["None", "not set up"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_clipping_takes_no_module_or_one_that_is_not_set_up(module: str, precision: str) -> None:
+    for results in in_ranks(clip_without_a_module, module, precision=precision):
+        assert results == pytest.approx((5.0, 0.4), rel=1e-5)
 
 
 def test_a_loader_knows_the_device_of_its_batches() -> None:
