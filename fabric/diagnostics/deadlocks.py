@@ -12,7 +12,7 @@ longest. The others lose their connection to it, so that their calls raise.
 
 from collections.abc import Collection, Mapping
 
-from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
+from fabric.diagnostics.rank_state import RankState, Wait
 from fabric.diagnostics.recorder import ranks_in_words
 
 __all__ = [
@@ -75,9 +75,8 @@ def _absent_ranks(
         awaited = tuple(state.awaited or states)  # an empty sequence stands for all ranks
         call = (state.key, state.number, state.call, awaited)
         if call not in absent_by_call:
-            missing = missing_ranks(states, state, awaited)
-            differing = differing_ranks(states, state, awaited)
-            absent_by_call[call] = {*missing, *differing}
+            wait = Wait(states, state, awaited)
+            absent_by_call[call] = {*wait.missing_ranks, *wait.differing_ranks}
         absent_by_rank[rank] = absent_by_call[call]
     return absent_by_rank
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fabric.diagnostics.call_site import fold_frames, user_frames
 from fabric.diagnostics.deadlocks import describe_deadlock
-from fabric.diagnostics.rank_state import RankState, differing_ranks, missing_ranks
+from fabric.diagnostics.rank_state import RankState, Wait
 from fabric.diagnostics.recorder import HEADING, ranks_in_words
 from fabric.tested_versions import untested_torch
 
@@ -44,9 +44,8 @@ def compose_report(
         waiting_rank = _longest_waiting(states)
     waiting = states[waiting_rank]
     # A state without members stands for all ranks.
-    members = waiting.members or tuple(states)
-    missing = missing_ranks(states, waiting, members)
-    is_waiting = waiting.is_inside or bool(missing)
+    wait = Wait(states, waiting, members=waiting.members or tuple(states))
+    is_waiting = waiting.is_inside or bool(wait.missing_ranks)
     if not is_requested_by_user and not is_waiting:
         return ""
     lines: list[str] = []
@@ -60,14 +59,14 @@ def compose_report(
         lines.append(_describe_wait(states, waiting_rank))
     # The proof names the calls, and the mistake need not be in the call of the waiting rank.
     if waiting_rank not in deadlocked:
-        lines += _describe_call(states, waiting, members, missing)
+        lines += _describe_call(wait)
     if is_requested_by_user:
         lines += _describe_steps(states)
     note = untested_torch()
     if note:
         lines.append(note)
     lines.append(HEADING)
-    lines += _describe_ranks(states, waiting_rank, missing, max_stacks)
+    lines += _describe_ranks(states, waiting_rank, wait.missing_ranks, max_stacks)
     text = "\n  ".join(lines)
     return f"fabric: {text}"
 
@@ -107,67 +106,39 @@ def _longest_waiting(states: Mapping[int, RankState]) -> int:
     return max(states, key=waiting_time)
 
 
-def _describe_call(
-    states: Mapping[int, RankState],
-    waiting: RankState,
-    members: Sequence[int],
-    missing: Sequence[int],
-) -> list[str]:
-    """Return lines that say which ranks have reached the call or phase in which a rank waits.
-
-    Args:
-        states: the states of all ranks, by rank.
-        waiting: the state of the rank that waits.
-        members: the ranks that must make the call.
-        missing: the members that have not reached the call.
-    """
+def _describe_call(wait: Wait) -> list[str]:
+    """Return lines that say which ranks have reached the call or phase in which a rank waits."""
     lines: list[str] = []
-    differing = differing_ranks(states, waiting, members)
-    if differing:
-        lines += _describe_differing(states, members, differing)
-    if missing:
-        lines += _describe_missing(states, waiting, members, missing)
-    elif waiting.is_inside and not differing:
-        lines.append(_describe_reached(states, waiting, members))
+    if wait.differing_ranks:
+        lines += _describe_differing(wait)
+    if wait.missing_ranks:
+        lines += _describe_missing(wait)
+    elif wait.waiting.is_inside and not wait.differing_ranks:
+        lines.append(_describe_reached(wait))
     return lines
 
 
-def _describe_differing(
-    states: Mapping[int, RankState], members: Sequence[int], differing: Sequence[int]
-) -> list[str]:
-    """Return lines that name the ranks which make another call instead of a call.
-
-    Args:
-        states: the states of all ranks, by rank.
-        members: the ranks that must make the call.
-        differing: the members that make another call.
-    """
+def _describe_differing(wait: Wait) -> list[str]:
+    """Return lines that name the ranks which make another call instead of a call."""
     ranks_by_call: dict[str, list[int]] = {}
-    for rank in differing:
-        ranks_by_call.setdefault(states[rank].call, []).append(rank)
+    for rank in wait.differing_ranks:
+        ranks_by_call.setdefault(wait.states[rank].call, []).append(rank)
     lines = []
     for call, ranks in ranks_by_call.items():
         lines.append(f"in its place, {call} was called by {ranks_in_words(ranks)}")
     lines.append(
-        f"{ranks_in_words(members)} have to make the same calls in the same order, outside of any "
-        "branch on the rank"
+        f"{ranks_in_words(wait.members)} have to make the same calls in the same order, outside of "
+        "any branch on the rank"
     )
     return lines
 
 
-def _describe_reached(
-    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
-) -> str:
-    """Return a line about a call or phase that every member has started.
-
-    Args:
-        states: the states of all ranks, by rank.
-        waiting: the state of the rank that waits in the call or phase.
-        members: the ranks that must make the call.
-    """
+def _describe_reached(wait: Wait) -> str:
+    """Return a line about a call or phase that every member has started."""
+    waiting = wait.waiting
     ranks_that_left = []
-    for rank in members:
-        state = states[rank]
+    for rank in wait.members:
+        state = wait.states[rank]
         is_same_call = state.key == waiting.key and state.number == waiting.number
         if not state.is_inside or not is_same_call:
             ranks_that_left.append(rank)
@@ -182,35 +153,26 @@ def _describe_reached(
     )
 
 
-def _describe_missing(
-    states: Mapping[int, RankState],
-    waiting: RankState,
-    members: Sequence[int],
-    missing: Sequence[int],
-) -> list[str]:
-    """Return lines that name the ranks that reached a call and the ranks that did not.
-
-    Args:
-        states: the states of all ranks, by rank.
-        waiting: the state of the rank that waits in the call.
-        members: the ranks that must make the call.
-        missing: the members that have not reached the call.
-    """
-    reached = sorted(set(members) - set(missing))
+def _describe_missing(wait: Wait) -> list[str]:
+    """Return lines that name the ranks that reached a call and the ranks that did not."""
+    missing = wait.missing_ranks
+    reached = sorted(set(wait.members) - set(missing))
     lines = [
         f"reached by: {ranks_in_words(reached)}",
         f"not reached by: {ranks_in_words(missing)}",
     ]
     # Only the key of a send or recv, "{group} {source}>{destination}", has this character.
-    is_message = ">" in waiting.key
+    is_message = ">" in wait.waiting.key
     # A process that has ended has no stack.
-    running = [rank for rank in missing if states[rank].stack]
+    running = [rank for rank in missing if wait.states[rank].stack]
     # The advice below would be wrong for a message, which has two ranks, and for ended ranks.
     if is_message or not running:
         return lines
-    advice = f"{ranks_in_words(members)} have to make this call, outside of any branch on the rank"
+    advice = (
+        f"{ranks_in_words(wait.members)} have to make this call, outside of any branch on the rank"
+    )
     # A rank in no collective and no phase is in the user's own code, and may still make the call.
-    in_user_code = [rank for rank in running if not states[rank].is_inside]
+    in_user_code = [rank for rank in running if not wait.states[rank].is_inside]
     if in_user_code:
         lines.append(
             f"{ranks_in_words(in_user_code)} may still make this call: a line below that makes "

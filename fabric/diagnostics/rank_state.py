@@ -1,9 +1,10 @@
 """The state of one rank, as the rank publishes it for a hang report, and what two states say."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["COMPILES", "RankState", "differing_ranks", "missing_ranks"]
+__all__ = ["COMPILES", "RankState", "Wait"]
 
 COMPILES = "torch.compile is at work"  # the activity of a rank that compiles contains this text
 
@@ -60,29 +61,36 @@ class RankState(NamedTuple):
         return are_in_calls and have_same_number and self.call != other.call
 
 
-def missing_ranks(
-    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
-) -> list[int]:
-    """Return the ranks that have not started the call in which a rank waits.
+@dataclass(frozen=True)
+class Wait:
+    """The call or phase in which a rank waits for other ranks.
 
-    Args:
+    Attributes:
         states: the states of all ranks, by rank.
-        waiting: the state of the waiting rank.
+        waiting: the state of the rank that waits.
         members: the ranks that must make the call.
     """
-    # A rank has started the call number n of a group if it has counted n calls of the group.
-    number = waiting.number
-    return [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
 
+    states: Mapping[int, RankState]
+    waiting: RankState
+    members: Sequence[int]
 
-def differing_ranks(
-    states: Mapping[int, RankState], waiting: RankState, members: Sequence[int]
-) -> list[int]:
-    """Return the ranks that make another call instead of the call in which a rank waits.
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The members that have not started the call."""
+        # A rank has started the call number n of a group if it has counted n calls of the group.
+        number = self.waiting.number
+        missing: list[int] = []
+        for rank in self.members:
+            if self.states[rank].counts.get(self.waiting.key, 0) < number:
+                missing.append(rank)
+        return missing
 
-    Args:
-        states: the states of all ranks, by rank.
-        waiting: the state of the waiting rank.
-        members: the ranks that must make the call.
-    """
-    return [rank for rank in members if states[rank].makes_another_call_than(waiting)]
+    @property
+    def differing_ranks(self) -> list[int]:
+        """The members that make another call in its place."""
+        differing: list[int] = []
+        for rank in self.members:
+            if self.states[rank].makes_another_call_than(self.waiting):
+                differing.append(rank)
+        return differing
