@@ -218,7 +218,7 @@ class _LightningStrategy(Strategy):
         )
         return CheckpointCoordinator(
             runtime.communicator,
-            AsyncSaver(runtime.background_communicator),
+            AsyncSaver(partial(runtime.background_communicator, "saves")),
             io=self.checkpoint_io or builtin_format(self.saves_shards),
             state_dicts=StateDicts(self, prepared_module),
             gatherer=gatherer,
