@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -239,6 +240,10 @@ CONFIGS = {
 
 EXPERTS = ["mixtral", "deepseek"]
 
+# Before release 5, the experts of transformers were modules of their own, under other names.
+has_old_experts = transformers.__version__.startswith("4.")
+needs_experts = pytest.mark.skipif(has_old_experts, reason="experts of transformers 5")
+
 
 def build_causal(name: str) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(3)
@@ -277,6 +282,8 @@ def train_in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_the_plans_of_transformers_train_as_the_plain_loop() -> None:
     names = list(CONFIGS)
+    if has_old_experts:
+        names.remove("deepseek")
     mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
     first, _ = run_in_ranks(train_in_parts, names, strategy=mesh)
     for name in names:
@@ -296,6 +303,7 @@ def train_split_experts(fabric: Fabric, names: list[str]) -> dict[str, Any]:
     return results
 
 
+@needs_experts
 @pytest.mark.slow
 def test_split_experts_are_sharded_and_train_as_the_plain_loop() -> None:
     mesh = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2, tp_plan="auto")
@@ -324,6 +332,7 @@ PLANS = {
 }
 
 
+@needs_experts
 @pytest.mark.parametrize("problem", PLANS)
 def test_a_style_that_does_not_fit_names_the_layer(problem: str) -> None:
     def set_up() -> None:
@@ -335,6 +344,7 @@ def test_a_style_that_does_not_fit_names_the_layer(problem: str) -> None:
         set_up()
 
 
+@needs_experts
 def test_experts_with_parameters_in_inner_modules_are_refused() -> None:
     module: Any = build_causal("mixtral")[0]
     experts = module.model.layers[0].mlp.experts
@@ -353,6 +363,7 @@ def set_up_three_experts(fabric: Fabric) -> str:
     return outcome(lambda: fabric.setup(module))
 
 
+@needs_experts
 def test_experts_that_cannot_be_divided_are_named() -> None:
     mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
     for text in run_in_ranks(set_up_three_experts, strategy=mesh):
