@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import MODULES
-from benchmarks.framework import Case, Failed, cases_of, run_case
+from benchmarks.framework import Case, Failed, cases_of, find_cpp_compiler, run_case
 from benchmarks.report import PAGES, chart, in_page, machine, missed, tables, to_record
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,6 +50,9 @@ def run(chosen: dict[str, tuple[str, Case]], quick: bool) -> tuple[dict[str, Any
     for name, (module, case) in chosen.items():
         if case.cuda and not torch.cuda.is_available():
             say(f"{name}: left out, there is no GPU")
+            continue
+        if case.cpp and find_cpp_compiler() is None:
+            say(f"{name}: left out, there is no C++ compiler")
             continue
         try:
             rounds, missing = run_case(case, module, quick=quick, say=say)

@@ -9,6 +9,7 @@ ours - theirs, or of ours / theirs, and the quartiles.
 
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -32,6 +33,7 @@ __all__ = [
     "Failed",
     "Row",
     "compare",
+    "find_cpp_compiler",
     "run_case",
 ]
 
@@ -39,8 +41,9 @@ ROOT = Path(__file__).parents[1]
 RAW = "raw"
 OURS = "fabric"
 CONTESTANTS = (RAW, OURS, "lightning-fabric", "accelerate")
-# Seconds that a contestant has to prepare, and to measure once.
-DEADLINE = 240
+# Seconds that a contestant has to prepare, and to measure once. On a busy machine, torch.compile
+# takes minutes.
+DEADLINE = 600
 
 Measure = Callable[[], Mapping[str, float]]
 
@@ -81,6 +84,7 @@ class Case:
         starts: How often all rounds are repeated in new processes. The addresses of objects in
             memory can cost a process a few microseconds for its lifetime.
         cuda: Whether the case needs a GPU.
+        cpp: Whether the case needs a C++ compiler, as ``torch.compile`` does on a CPU.
         notes: Why contestants are missing, by contestant.
     """
 
@@ -92,7 +96,14 @@ class Case:
     rounds: int = 10
     starts: int = 1
     cuda: bool = False
+    cpp: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_cpp_compiler() -> str | None:
+    """Return the path of the C++ compiler that ``torch.compile`` uses on a CPU, or None."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX", default))
 
 
 class Failed(Exception):

@@ -26,6 +26,7 @@ from benchmarks.report import PAGES, in_page, missed, tables, to_record
 from benchmarks.timing import count_calls
 from fabric import Fabric
 from fabric._torch import DispatchMode
+from tests.compilers import NEEDS_CPP_COMPILER
 from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -286,19 +287,27 @@ def test_the_pages_and_the_tables_are_those_of_the_committed_results() -> None:
     assert RESULTS.with_suffix(".md").read_text() == tables(results)
 
 
+def first_case_of_each_module() -> list[str]:
+    first_of_module: dict[str, str] = {}
+    for name, (module, _) in all_cases().items():
+        first_of_module.setdefault(module, name)
+    return list(first_of_module.values())
+
+
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param("one of each module", marks=pytest.mark.slow),
-        pytest.param("all", marks=[pytest.mark.slow, pytest.mark.soak]),
+        pytest.param(first_case_of_each_module(), id="one of each module", marks=pytest.mark.slow),
+        pytest.param(["gpt-tensor"], id="tensor parallelism", marks=pytest.mark.slow),
+        pytest.param(
+            ["gpt-tensor-compiled", "gpt-tensor-compiling"],
+            id="compiled",
+            marks=[pytest.mark.slow, NEEDS_CPP_COMPILER],
+        ),
+        pytest.param(list(all_cases()), id="all", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
-def test_cases_of_the_benchmarks_run(cases: str) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick"]
-    if cases == "one of each module":
-        first_of_module: dict[str, str] = {}
-        for name, (module, _) in all_cases().items():
-            first_of_module.setdefault(module, name)
-        command += first_of_module.values()
+def test_cases_of_the_benchmarks_run(cases: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick", *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Throughput and peak memory of the GPT of the mesh example, on meshes of 2 x 2 and 1 x 2 ranks."""
+"""Throughput of the GPT of the mesh example on meshes of 2 x 2 and 1 x 2 ranks, also compiled."""
 
 from collections.abc import Callable
 from functools import partial
@@ -92,14 +92,16 @@ def compiled(set_up: Callable[[nn.Module], Prepared]) -> Callable[[nn.Module], P
     return set_up_and_compile
 
 
-def lightning(model: nn.Module) -> Prepared:
+def lightning(
+    model: nn.Module, split: Callable[[Any, Any], Any] = split, ranks: int = RANKS
+) -> Prepared:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
     from lightning_fabric.strategies import ModelParallelStrategy  # pyright: ignore[reportMissingImports]  # an extra
 
     strategy = ModelParallelStrategy(
-        split, data_parallel_size=RANKS // PARTS, tensor_parallel_size=PARTS
+        split, data_parallel_size=ranks // PARTS, tensor_parallel_size=PARTS
     )
-    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
     fabric.launch()
     module = fabric.setup_module(model)
     return module, fabric.setup_optimizers(adamw(module)), fabric.backward
@@ -108,6 +110,10 @@ def lightning(model: nn.Module) -> Prepared:
 preparing = partial(gpt.preparing, build=build, batches=RANKS // PARTS, shape=(16, 32), number=3)
 preparing_parts = partial(gpt.preparing, build=build, batches=1, shape=(16, 32), number=3)
 ours_in_parts = partial(ours, ranks=PARTS)
+lightning_in_parts = partial(lightning, split=split_layers, ranks=PARTS)
+NOTES = {
+    "accelerate": "its tensor parallelism is for models that transformers has loaded on a mesh"
+}
 CASES = [
     Case(
         name="gpt-mesh",
@@ -123,19 +129,20 @@ CASES = [
         },
         ranks=RANKS,
         rounds=12,
-        notes={
-            "accelerate": (
-                "its tensor parallelism is for models that transformers has loaded on a mesh"
-            )
-        },
+        notes=NOTES,
     ),
     Case(
         name="gpt-tensor",
         title="A small GPT on 2 ranks, tensor parallelism alone",
         rows={"throughput": Row("tokens/s", "ratio", 0.95)},
-        contestants={"raw": preparing_parts(raw_parts), "fabric": preparing_parts(ours_in_parts)},
+        contestants={
+            "raw": preparing_parts(raw_parts),
+            "fabric": preparing_parts(ours_in_parts),
+            "lightning-fabric": preparing_parts(lightning_in_parts),
+        },
         ranks=PARTS,
         rounds=12,
+        notes=NOTES,
     ),
     Case(
         name="gpt-tensor-compiled",
@@ -146,6 +153,23 @@ CASES = [
             "fabric": preparing_parts(compiled(ours_in_parts)),
         },
         ranks=PARTS,
-        rounds=8,
+        rounds=12,
+        cpp=True,
+        notes={**NOTES, "lightning-fabric": "compared without torch.compile, in gpt-tensor"},
+    ),
+    Case(
+        name="gpt-tensor-compiling",
+        title="A small GPT on 2 ranks, tensor parallelism alone, compiled; raw: fabric uncompiled",
+        rows={"throughput": Row("tokens/s", "ratio", 1.0)},
+        contestants={
+            "raw": preparing_parts(ours_in_parts),
+            "fabric": preparing_parts(compiled(ours_in_parts)),
+        },
+        ranks=PARTS,
+        rounds=12,
+        cpp=True,
+        notes=dict.fromkeys(
+            ("lightning-fabric", "accelerate"), "a comparison of fabric with itself"
+        ),
     ),
 ]
