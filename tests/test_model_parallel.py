@@ -17,6 +17,7 @@ from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.errors import RankFailedError
 from fabric.strategies import ModelParallelStrategy
+from tests.compilers import NEEDS_CPP_COMPILER
 from tests.ranks import outcome, run_in_ranks
 
 PLAN = {
@@ -1012,7 +1013,9 @@ class Rate(nn.Module):
         return x + self.down(hidden)
 
 
-def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[Tensor]:
+def train_compiled(
+    fabric: Fabric, order: str, backend: str, rate: float, plan: dict[str, str]
+) -> list[Tensor]:
     """Return losses and parameters of a model that is compiled before or after setup."""
     vars(fabric.strategy)["tp_plan"] = plan
     torch.manual_seed(7)
@@ -1021,15 +1024,16 @@ def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[T
     head = nn.Linear(WIDTH, 4, bias=False)
     module: Any = nn.Sequential(Rate(rate), norm, head).double()
     if order == "before":
-        module = torch.compile(module, backend="aot_eager")
+        module = torch.compile(module, backend=backend)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model: Any
     model, optimizer = fabric.setup(module, optimizer)
     if order == "after":
-        model = torch.compile(model, backend="aot_eager")
+        model = torch.compile(model, backend=backend)
     losses = []
-    for _ in range(3):
-        x = torch.linspace(-1, 1, 8 * WIDTH).double().view(2, 4, WIDTH)
+    # The last batch is smaller, as that of an epoch.
+    for samples in (2, 2, 2, 1):
+        x = torch.linspace(-1, 1, samples * 4 * WIDTH).double().view(samples, 4, WIDTH)
         loss = model(x).square().mean()
         fabric.backward(loss)
         optimizer.step()
@@ -1040,8 +1044,6 @@ def train_compiled(fabric: Fabric, order: str, rate: float, plan: Any) -> list[T
 
 RATE_PLAN = {"*.up": "colwise", "*.down": "rowwise", "2": "colwise_rep"}
 NORM_PLAN = {**RATE_PLAN, "1": "sequence_parallel"}
-
-
 WITH_FSDP = {"tensor_parallel_size": 2}
 
 
@@ -1050,6 +1052,8 @@ WITH_FSDP = {"tensor_parallel_size": 2}
     [
         (TENSOR_PARALLEL_ALONE, "before", 0.5, RATE_PLAN),
         (TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN),
+        pytest.param(TENSOR_PARALLEL_ALONE, "before", 0.0, NORM_PLAN, marks=pytest.mark.slow),
+        pytest.param(TENSOR_PARALLEL_ALONE, "after", 0.5, RATE_PLAN, marks=pytest.mark.slow),
         pytest.param(WITH_FSDP, "before", 0.0, RATE_PLAN, marks=pytest.mark.slow),
         pytest.param(WITH_FSDP, "after", 0.0, NORM_PLAN, marks=pytest.mark.slow),
     ],
@@ -1057,6 +1061,19 @@ WITH_FSDP = {"tensor_parallel_size": 2}
 def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(
     mesh: dict[str, Any], order: str, rate: float, plan: dict[str, str]
 ) -> None:
-    expected = on_mesh(mesh, train_compiled, "never", rate, plan)
-    actual = on_mesh(mesh, train_compiled, order, rate, plan)
+    expected = on_mesh(mesh, train_compiled, "never", "aot_eager", rate, plan)
+    actual = on_mesh(mesh, train_compiled, order, "aot_eager", rate, plan)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@NEEDS_CPP_COMPILER
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("plan", [RATE_PLAN, NORM_PLAN])
+def test_a_model_compiled_by_inductor_takes_the_steps_of_the_uncompiled_one(
+    order: str, plan: dict[str, str]
+) -> None:
+    mesh = TENSOR_PARALLEL_ALONE
+    expected = on_mesh(mesh, train_compiled, "never", "inductor", 0.0, plan)
+    actual = on_mesh(mesh, train_compiled, order, "inductor", 0.0, plan)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

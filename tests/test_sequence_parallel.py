@@ -11,6 +11,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.strategies import ModelParallelStrategy
+from tests.compilers import NEEDS_CPP_COMPILER
 from tests.ranks import outcome, run_in_ranks
 
 WIDTH = 12
@@ -97,6 +98,8 @@ class Setting(NamedTuple):
     is_causal: bool
     tokens: int
     has_weights: bool = True
+    compiled: str = "never"  # or "before" or "after" setup
+    backend: str = "aot_eager"  # of torch.compile
 
 
 def share(fabric: Fabric, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +127,14 @@ def full_parameters(model: nn.Module) -> list[Tensor]:
 
 def train(fabric: Fabric, setting: Setting) -> dict[str, Any]:
     """Take three steps with clipping and accumulation; return numbers over all ranks."""
-    model, optimizer = fabric.setup(*make(setting.heads, setting.is_causal))
+    module: Any
+    module, optimizer = make(setting.heads, setting.is_causal)
+    if setting.compiled == "before":
+        module = torch.compile(module, backend=setting.backend)
+    model: Any
+    model, optimizer = fabric.setup(module, optimizer)
+    if setting.compiled == "after":
+        model = torch.compile(model, backend=setting.backend)
     losses = []
     norms = []
     gradients = []
@@ -221,6 +231,42 @@ def test_three_steps_on_every_mesh_are_those_of_the_single_process(
 ) -> None:
     [expected] = run_in_ranks(train_in_every_setting, settings, ranks=1, strategy="auto")
     for actual in on_mesh(train_in_every_setting, settings, **mesh):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+COMPILED = Setting(heads=4, is_causal=True, tokens=7, compiled="before")
+COMPILED_BY_INDUCTOR = COMPILED._replace(backend="inductor")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "setting"),
+    [
+        ({}, COMPILED),
+        ({}, COMPILED._replace(compiled="after")),
+        pytest.param({}, COMPILED_BY_INDUCTOR, marks=[pytest.mark.slow, NEEDS_CPP_COMPILER]),
+        pytest.param(
+            {},
+            COMPILED_BY_INDUCTOR._replace(compiled="after"),
+            marks=[pytest.mark.slow, NEEDS_CPP_COMPILER],
+        ),
+        pytest.param(
+            {"ranks": 4, "tensor_parallel_size": 2, "tp_plan": PLAN},
+            COMPILED,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"ranks": 4, "tensor_parallel_size": 2, "tp_plan": PLAN},
+            COMPILED._replace(compiled="after"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(
+    mesh: dict[str, Any], setting: Setting
+) -> None:
+    uncompiled = setting._replace(compiled="never")
+    [expected] = run_in_ranks(train, uncompiled, ranks=1, strategy="auto")
+    for actual in on_mesh(train, setting, **mesh):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
@@ -398,20 +444,14 @@ def test_computations_that_would_give_other_numbers_are_refused_on_all_ranks() -
     assert on_mesh(compute_in_context) == [True, True]
 
 
-def compare_gradients(fabric: Fabric, compiles: bool) -> bool:
-    """Compare a compiled model, or one with recomputed blocks, with the plain model."""
-    strategy: Any = fabric.strategy
+def compare_gradients(fabric: Fabric) -> bool:
+    """Compare a model with recomputed blocks with the plain model."""
     batch = batches(5)[0]
     plain, _ = make(4, True)
     squared_errors(plain, batch).sum().backward()
     expected = full_gradients(plain)
 
-    module: Any
     module, _ = make(4, True)
-    if compiles:
-        module = torch.compile(module, backend="eager")
-    else:
-        strategy.activation_checkpointing = (Block,)
     model = fabric.setup(module)
     with fabric.sequence_parallel(batch) as shard:
         loss = squared_errors(model, shard).sum() * 2
@@ -420,6 +460,6 @@ def compare_gradients(fabric: Fabric, compiles: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_blocks_may_be_recomputed_and_models_compiled(compiles: bool) -> None:
-    assert on_mesh(compare_gradients, compiles) == [True, True]
+def test_blocks_may_be_recomputed() -> None:
+    results = on_mesh(compare_gradients, activation_checkpointing=(Block,))
+    assert results == [True, True]
