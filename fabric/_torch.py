@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -552,6 +552,17 @@ def compile_as(compiled: Any, module: torch.nn.Module) -> Any:
     torch has no public way to read these options. The attribute was seen in torch 2.7 to 2.13.
     """
     return type(compiled)(module, compiled.dynamo_ctx)
+
+
+def trace_only_inside_of_graphs(function: FunctionType) -> None:
+    """Keep ``torch.compile`` from compiling calls of a function outside of graphs.
+
+    Within a graph, the function is traced as before. ``torch.compiler.disable`` would break each
+    graph at the function. torch has no public name for this. The function was seen in torch 2.13.
+    """
+    from torch._dynamo.eval_frame import skip_code  # takes two seconds to import
+
+    skip_code(function.__code__)
 
 
 def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

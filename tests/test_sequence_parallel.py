@@ -444,6 +444,31 @@ def test_computations_that_would_give_other_numbers_are_refused_on_all_ranks() -
     assert on_mesh(compute_in_context) == [True, True]
 
 
+def list_inputs_of_graphs(fabric: Fabric) -> list[str]:
+    """Return the names of the inputs of all graphs that a compiled model has."""
+    names: list[str] = []
+
+    def note_inputs(graph: Any, inputs: Any) -> Any:
+        nodes = graph.graph.find_nodes(op="placeholder")
+        names.extend(node.name for node in nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    module, _ = make(4, True)
+    model = fabric.setup(torch.compile(module, backend=note_inputs))
+    with fabric.sequence_parallel(batches(8)[0]) as shard:
+        loss = squared_errors(model, shard).sum()
+        fabric.backward(loss, reduce="sum")
+    return names
+
+
+def test_operations_between_graphs_are_not_compiled_one_by_one() -> None:
+    for names in on_mesh(list_inputs_of_graphs):
+        assert any("weight" in name for name in names)
+        # The function that stands in for each of these operations takes "args".
+        assert not any("args" in name for name in names)
+
+
 def compare_gradients(fabric: Fabric) -> bool:
     """Compare a model with recomputed blocks with the plain model."""
     batch = batches(5)[0]

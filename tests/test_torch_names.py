@@ -271,6 +271,28 @@ def test_a_compiled_module_gives_back_the_original():
     assert _torch.uncompiled(module) is module
 
 
+def test_a_function_is_compiled_only_as_a_part_of_graphs():
+    sizes_of_graphs = []
+
+    def note_size(graph, inputs):
+        operations = [node for node in graph.graph.nodes if node.op == "call_function"]
+        sizes_of_graphs.append(len(operations))
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    def quadruple(x):
+        return double(x) * 2
+
+    _torch.trace_only_inside_of_graphs(double)
+    x = torch.ones(1)
+    assert torch.compile(double, backend=note_size)(x) == 2
+    assert sizes_of_graphs == []
+    assert torch.compile(quadruple, backend=note_size)(x) == 4
+    assert sizes_of_graphs == [2]
+
+
 def test_registered_parameters_buffers_and_children_are_those_of_the_module_alone():
     module = nn.Sequential(nn.BatchNorm1d(2, affine=False))
     norm = module[0]

@@ -22,6 +22,7 @@ from torch.nn.functional import multi_head_attention_forward, pad, scaled_dot_pr
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from fabric._torch import trace_only_inside_of_graphs
 from fabric.collectives import all_gather, all_to_all
 from fabric.communicators import Communicator
 from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageError
@@ -229,6 +230,8 @@ class _SequenceParallelAttention(TorchFunctionMode):
         self.calls = 0
         # torch.compile cannot put the collectives of attention into a graph.
         self._attend_outside_of_graphs = torch.compiler.disable(self._attend)
+        # Otherwise each kind of operation between two graphs would become a graph of its own.
+        trace_only_inside_of_graphs(_SequenceParallelAttention.__torch_function__)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
