@@ -124,6 +124,8 @@ class Dtypes(nn.Module):
         for block in self.blocks:
             x = block(x)
             self.dtypes.append(x.dtype)
+        # FSDP2 casts parameters and inputs. Autocast would multiply in another dtype.
+        assert (x.float() @ x.float().T).dtype is F32
         return x, index
 
 
