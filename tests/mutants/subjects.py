@@ -80,6 +80,7 @@ _SUBJECTS = {
     "optim/parameter_lists": "parameter_lists",
     "optim/step_guard": "step_guard",
     "optim/weight_sums": "loss_weights",
+    "strategies/fsdp/lent_gradients": "cleared_gradients fsdp fsdp_models",
 }
 # Every mutation that survives the tests of its subject runs against these as well.
 _WIDER = (
