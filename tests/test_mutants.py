@@ -11,7 +11,6 @@ import tests.mutants.__main__ as command_line
 from tests.mutants.__main__ import (
     JUDGED,
     ROOT,
-    VERDICTS,
     Results,
     examine,
     report,
@@ -19,6 +18,7 @@ from tests.mutants.__main__ import (
 )
 from tests.mutants.mutations import find_mutations, sample
 from tests.mutants.run import copy_repository, run_mutant
+from tests.mutants.score import HARMLESS, VERDICTS, Row, score_of, summary
 from tests.mutants.subjects import SUBJECTS, WIDER_TESTS
 
 # Of these packages every file has a row in the table of subjects, with these exceptions: texts,
@@ -212,6 +212,21 @@ def test_the_score_leaves_out_the_survivors_that_do_no_harm(folder, monkeypatch,
     monkeypatch.setattr(command_line, "read_verdicts", lambda: {survivor.name: "equivalent"})
     assert report([noticed, survivor], again) == 0
     assert capsys.readouterr().out.startswith("1 of 1 mutations that matter were noticed")
+
+
+def test_the_page_has_the_outcomes_and_the_score():
+    rows = [Row(f"mutation {number}", "failed", "test") for number in range(19)]
+    rows.append(Row("slower", "survived", "", "performance"))
+    rows.append(Row("missed", "survived", "", "gap"))
+    rows.append(Row("unknown", "unclear", "test"))
+    score = score_of(rows)
+    assert score.counts == {"noticed": 19, "performance": 1, "gap": 1, "not judged": 1}
+    assert (score.noticed, score.relevant) == (19, 21)
+    results = {"date": "2026-01-01", "machine": "two cores", "command": "make mutants"}
+    text = summary({**results, "rows": [vars(row) for row in rows]})
+    assert "| 22 | 19 | 0 | 1 | 0 | 1 | 1 | 90.5 % |" in text
+    assert text.endswith("Made by `make mutants` on 2026-01-01; two cores.")
+    assert set(HARMLESS) == VERDICTS.keys() - {"gap"}
 
 
 def test_a_copy_has_the_files_that_git_does_not_ignore(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import gpu, promises, proof
 from benchmarks.proof import Difference, Run
+from tests.mutants import score
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "proof.md").read_text()
@@ -27,6 +28,9 @@ def test_the_page_has_the_figures_of_the_files() -> None:
     assert proof.in_page(PAGE, differences) == PAGE
     assert promises.in_page(PAGE, results_of(promises.RESULTS)) == PAGE
     assert gpu.in_page(PAGE) == PAGE
+    mutations = results_of(score.RESULTS)
+    assert mutations is not None
+    assert score.in_page(PAGE, mutations) == PAGE
 
 
 def test_the_differences_of_the_page_are_within_their_limits() -> None:
@@ -34,6 +38,12 @@ def test_the_differences_of_the_page_are_within_their_limits() -> None:
     assert differences is not None
     assert [record["title"] for record in differences["rows"]] == [way.title for way in proof.RUNS]
     assert all(Difference(**record).is_within_limit for record in differences["rows"])
+
+
+def test_at_least_95_percent_of_the_changes_that_matter_are_noticed() -> None:
+    mutations = results_of(score.RESULTS)
+    assert mutations is not None
+    assert score.score_of(score.read_rows(mutations)).percentage >= 95
 
 
 def test_every_promise_has_tests() -> None:

@@ -4,18 +4,20 @@ A mutation that no test of its subject notices runs against the wider tests as w
 both is judged by a person: `tests/mutants/judged.json` holds the verdicts.
 
 The runs use a copy of the repository. The results are written after each mutation, and the next
-call with the same folder goes on from there. The exit code is 1 if a survivor has no verdict.
+call with the same folder goes on from there. A sample of all files also writes the score to
+`benchmarks/results/mutants.json` and `docs/proof.md`. The exit code is 1 if a survivor has no
+verdict.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from tests.mutants import score
 from tests.mutants.mutations import Mutation, sample
 from tests.mutants.run import (
     EXTRA_SECONDS,
@@ -24,19 +26,11 @@ from tests.mutants.run import (
     run_mutant,
     run_tests,
 )
+from tests.mutants.score import NOTICED, Row, score_of
 from tests.mutants.subjects import SUBJECTS, WIDER_TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGED = Path(__file__).with_name("judged.json")
-# What a run of tests may say of a mutation that it notices.
-NOTICED = ("failed", "timeout")
-# What a person may say of a survivor. Only the last needs a test.
-VERDICTS = {
-    "equivalent": "every program does the same",
-    "performance": "slower or larger, with the same results",
-    "text": "other words in a message",
-    "gap": "a test should notice, and none does",
-}
 
 
 class Results:
@@ -92,6 +86,9 @@ def main(arguments: Sequence[str]) -> int:
         results.rows[mutation.name] = row
         results.write()
         print(f"{number}/{len(mutations)} {row['status']} {mutation.name}", flush=True)
+    if not options.files:
+        command = f"python -m tests.mutants --seed {options.seed} --count {options.count}"
+        score.write(judged_rows(mutations, results), command)
     return report(mutations, results)
 
 
@@ -127,26 +124,33 @@ def read_verdicts() -> dict[str, str]:
     return {entry["mutation"]: entry["verdict"] for entry in json.loads(JUDGED.read_text())}
 
 
+def judged_rows(mutations: Sequence[Mutation], results: Results) -> list[Row]:
+    """Return the outcome of each mutation, with the verdict on a survivor."""
+    verdicts = read_verdicts()
+    rows = []
+    for mutation in mutations:
+        outcome = results.rows[mutation.name]
+        verdict = ""
+        if outcome["status"] not in NOTICED:
+            verdict = verdicts.get(mutation.name, "")
+        rows.append(Row(mutation.name, outcome["status"], outcome["test"], verdict))
+    return rows
+
+
 def report(mutations: Sequence[Mutation], results: Results) -> int:
     """Print the score and the survivors without a verdict; return the exit code."""
-    verdicts = read_verdicts()
-    counts: Counter[str] = Counter()
-    unjudged = []
-    for mutation in mutations:
-        row = results.rows[mutation.name]
-        if row["status"] in NOTICED:
-            counts["noticed"] += 1
-            continue
-        verdict = verdicts.get(mutation.name, "not judged")
-        counts[verdict] += 1
-        if verdict == "not judged":
-            unjudged.append(mutation)
-    harmless = counts["equivalent"] + counts["performance"] + counts["text"]
-    relevant = len(mutations) - harmless
-    print(f"{counts['noticed']} of {relevant} mutations that matter were noticed: {dict(counts)}")
-    for mutation in unjudged:
-        print(f"\nnot judged: {mutation.file}:{mutation.line} {mutation.kind}\n{mutation.name}")
-    return int(bool(unjudged))
+    rows = judged_rows(mutations, results)
+    total = score_of(rows)
+    print(
+        f"{total.noticed} of {total.relevant} mutations that matter were noticed "
+        f"({total.percentage:.1f} %): {dict(total.counts)}"
+    )
+    has_unjudged = False
+    for mutation, row in zip(mutations, rows, strict=True):
+        if row.status not in NOTICED and not row.verdict:
+            has_unjudged = True
+            print(f"\nnot judged: {mutation.file}:{mutation.line} {mutation.kind}\n{mutation.name}")
+    return int(has_unjudged)
 
 
 if __name__ == "__main__":
