@@ -2,20 +2,27 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+from torch import nn
+
+from fabric import Fabric
+from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parent.parent
 GLIBC = hasattr(ctypes.CDLL(None), "mallopt")
+resets_peak = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak can only be set back on Linux"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak can only be set back on Linux"
-)
+@resets_peak
 @pytest.mark.timeout(600)
 def test_two_ranks_of_fsdp_need_less_than_two_of_ddp_and_never_the_full_model() -> None:
     command = [sys.executable, "-m", "benchmarks.memory", "--quick"]
@@ -71,3 +78,41 @@ def test_large_blocks_go_back_to_the_system_unless_the_users_variables_keep_them
     )
     resident_mebibytes = int(process.stdout)
     assert (resident_mebibytes < 4) == returns_blocks
+
+
+LAYERS = 8
+MEBIBYTES_OF_LAYER = 16
+
+
+def build_layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(LAYERS)])
+
+
+def mebibytes(name: str) -> float:
+    """Return a number of the kernel about the memory of this process."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
+
+
+def peak_of_load(fabric: Fabric, path: Path) -> float:
+    """Return by how much memory grows at most while a prepared model is filled, in MiB."""
+    with fabric.init_module(empty_init=True):
+        module = build_layers()
+    model = fabric.setup(module)
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = mebibytes("VmRSS")
+    fabric.load_raw(path, model)
+    return mebibytes("VmHWM") - before
+
+
+@pytest.mark.slow
+@resets_peak
+def test_pretrained_weights_are_mapped_and_need_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(build_layers().state_dict(), path)
+    # The shards of the model have their memory before the load. The pages of the file that a rank
+    # maps are those of its shards, half of the file, and the system may take them back.
+    mapped = LAYERS * MEBIBYTES_OF_LAYER / 2
+    for peak in run_in_ranks(peak_of_load, path, strategy="fsdp"):
+        assert peak < mapped + MEBIBYTES_OF_LAYER + 12
