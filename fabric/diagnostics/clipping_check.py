@@ -4,10 +4,10 @@
 loss scale, or not yet be divided by the loss weights. ``fabric.clip_gradients`` or the step changes
 that. A clipping function of torch that is called in between clips by a norm of other gradients.
 
-A call of such a function is not visible. The check raises if two things come together: after the
-backward pass a gradient was changed, and the code that calls ``step``, or a function that
-this code names, names a clipping function. Other changes, such as a mask or a factor, may
-be made before the gradients are scaled as well as after.
+A call of such a function is not visible. The check raises if two things come together: a gradient
+was changed after the backward pass, and the code between the backward pass and the step names a
+clipping function. Other changes, such as a mask or a factor, may be made before the gradients are
+scaled as well as after.
 
 A norm that is computed in between, for a log or for clipping by hand, is that of other gradients,
 too. The check warns of the line, see ``[Note: Gradient reads]``.
@@ -88,7 +88,7 @@ class ClippingCheck:
 
         Raises:
             UsageError: incomplete gradients were changed since the latest backward pass, and the
-                code that makes the step names a clipping function.
+                code in between names a clipping function.
         """
         pending_change = self._pending_change(optimizer)
         if pending_change is None or not self._has_changed(optimizer):
