@@ -2,7 +2,7 @@
 
 import math
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -260,6 +260,51 @@ def test_the_mean_of_integers_is_not_rounded() -> None:
     assert oracles.all_reduce([1, 2]) == [1.5, 1.5]
     integers = [torch.tensor([1]), torch.tensor([2])]
     assert_same(oracles.all_reduce(integers), [torch.tensor([1.5]), torch.tensor([1.5])])
+
+
+def total(tensors: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, tensors)
+
+
+def total_in_half_the_bits(tensors: Sequence[Tensor]) -> Tensor:
+    return total([tensor.bfloat16() for tensor in tensors]).float()
+
+
+def total_without_the_last_rank(tensors: Sequence[Tensor]) -> Tensor:
+    return total(tensors[:-1])
+
+
+@FEW
+@given(st.data())
+def test_sums_in_any_order_agree_within_the_tolerance_of_their_dtype(data: Any) -> None:
+    size = data.draw(st.integers(2, 8))
+    dtype = data.draw(st.sampled_from(gen.FLOATS))
+    parts = data.draw(gen.per_rank_tensors(size, dtype, exact=False)).values
+    in_other_order = data.draw(st.permutations(parts))
+    rounded_once = total([part.double() for part in parts]).to(dtype)
+    for expected in (total(in_other_order), rounded_once, oracles.all_reduce(parts, "sum")[0]):
+        assert_same(total(parts), expected, summed=parts)
+        assert_same(total(parts) / size, expected / size, summed=parts)
+
+
+@pytest.mark.parametrize("wrong_total", [total_in_half_the_bits, total_without_the_last_rank])
+def test_wrong_sums_are_found_beyond_the_tolerance(
+    wrong_total: Callable[[Sequence[Tensor]], Tensor],
+) -> None:
+    def is_wrong(parts: PerRank) -> bool:
+        actual = wrong_total(parts.values)
+        return any(differences(actual, total(parts.values), summed=parts.values))
+
+    deterministic = settings(database=None, derandomize=True)
+    find(gen.per_rank_tensors(3, exact=False), is_wrong, settings=deterministic)
+
+
+def test_the_tolerance_of_sums_is_computed_from_finite_numbers() -> None:
+    summed = [{"loss": 3.0, "name": "a"}, {"loss": float("inf"), "name": "b"}]
+    epsilon = torch.finfo(torch.float64).eps
+    assert not list(differences(1.0, 1.0 + 6 * epsilon, summed=summed))
+    assert list(differences(1.0, 1.0 + 7 * epsilon, summed=summed))
+    assert list(differences(1, 2, summed=summed))
 
 
 def sum_that_ignores_strides(fabric: Fabric, x: Tensor) -> Tensor:

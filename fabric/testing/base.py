@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.launchers.rank import is_secondary
-from fabric.tree import children, map_leaves, map_tensors
+from fabric.tree import children, flatten, map_leaves, map_tensors
 
 __all__ = [
     "FailureRole",
@@ -358,12 +358,22 @@ def function_name(fn: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class _Equality:
-    """What counts as equal. The fields are arguments of :func:`assert_same`."""
+    """What counts as equal.
+
+    Attributes:
+        rtol: as in :func:`assert_same`.
+        atol: as in :func:`assert_same`.
+        equal_nan: as in :func:`assert_same`.
+        signed_zeros: as in :func:`assert_same`.
+        epsilons: how many times the machine epsilon of its dtype a value may differ, in addition to
+            the other tolerances.
+    """
 
     rtol: float
     atol: float
     equal_nan: bool
     signed_zeros: bool
+    epsilons: float = 0.0
 
 
 def assert_same(
@@ -374,6 +384,7 @@ def assert_same(
     atol: float = 0.0,
     equal_nan: bool = True,
     signed_zeros: bool = False,
+    summed: Sequence[object] = (),
 ) -> None:
     """Check that two collections are the same, leaf by leaf.
 
@@ -390,14 +401,26 @@ def assert_same(
         atol: the absolute tolerance.
         equal_nan: whether NaN equals NaN.
         signed_zeros: whether 0.0 differs from -0.0.
+        summed: the values of all ranks, if sums or means of them are compared whose order of
+            addition may differ. Then ``n * eps * s`` is added to ``atol``: ``n`` is the number of
+            ranks, ``eps`` the machine epsilon of the dtype of the result, and ``s`` the sum over
+            the ranks of the largest finite magnitude. Two sums in any order differ by less.
 
     Raises:
         AssertionError: the collections differ. The text has the number of differences, and the
             first ten of them.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test instead of this one
-    equality = _Equality(rtol, atol, equal_nan, signed_zeros)
-    lines = list(_differences(actual, expected, "", equality))
+    found_differences = differences(
+        actual,
+        expected,
+        rtol=rtol,
+        atol=atol,
+        equal_nan=equal_nan,
+        signed_zeros=signed_zeros,
+        summed=summed,
+    )
+    lines = list(found_differences)
     if lines:
         raise AssertionError(
             "\n".join([f"{len(lines)} difference(s)", *lines[:_SHOWN_DIFFERENCES]])
@@ -413,6 +436,7 @@ def differences(
     atol: float = 0.0,
     equal_nan: bool = True,
     signed_zeros: bool = False,
+    summed: Sequence[object] = (),
 ) -> Iterator[str]:
     """Yield one line for each difference between two collections. See :func:`assert_same`.
 
@@ -424,8 +448,10 @@ def differences(
         atol: the absolute tolerance.
         equal_nan: whether NaN equals NaN.
         signed_zeros: whether 0.0 differs from -0.0.
+        summed: the values of all ranks, as in :func:`assert_same`.
     """
-    equality = _Equality(rtol, atol, equal_nan, signed_zeros)
+    epsilons = len(summed) * sum(_largest_magnitude(value) for value in summed)
+    equality = _Equality(rtol, atol, equal_nan, signed_zeros, epsilons)
     return _differences(actual, expected, path, equality)
 
 
@@ -483,6 +509,20 @@ def _is_same_leaf(actual: Any, expected: Any, equality: _Equality) -> bool:
     return equality.equal_nan and actual != actual and expected != expected
 
 
+def _largest_magnitude(value: object) -> float:
+    """Return the largest finite magnitude of the numbers in a collection, or 0.0 without any."""
+    leaves, _ = flatten(value)
+    largest = 0.0
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | float | int | complex):
+            continue
+        magnitudes = torch.as_tensor(leaf).detach().cpu().to(torch.complex128).abs()
+        finite_magnitudes = magnitudes[magnitudes.isfinite()]
+        if finite_magnitudes.numel():
+            largest = max(largest, finite_magnitudes.max().item())
+    return largest
+
+
 def _is_wrong(actual: Tensor, expected: Tensor, equality: _Equality) -> Tensor:
     """Return a boolean for each element: whether two tensors of one dtype and shape differ there.
 
@@ -490,9 +530,8 @@ def _is_wrong(actual: Tensor, expected: Tensor, equality: _Equality) -> Tensor:
     """
     if not actual.is_floating_point() and not actual.is_complex():
         return actual != expected
-    is_close = torch.isclose(
-        actual, expected, equality.rtol, equality.atol, equal_nan=equality.equal_nan
-    )
+    atol = equality.atol + equality.epsilons * torch.finfo(actual.dtype).eps
+    is_close = torch.isclose(actual, expected, equality.rtol, atol, equal_nan=equality.equal_nan)
     if not equality.signed_zeros:
         return ~is_close
     return ~is_close | _differs_in_sign_of_zero(actual, expected)
