@@ -65,6 +65,7 @@ from fabric.errors import (
     CheckpointError,
     ConfigurationError,
     UsageError,
+    hide_first_frames,
     hide_frames,
 )
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
@@ -72,7 +73,12 @@ from fabric.launchers.base import is_interactive, refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
 from fabric.launchers.serialize import dump_result, load
-from fabric.launchers.terminal import DEBUG_TIMEOUT, check_debug_rank, take_terminal
+from fabric.launchers.terminal import (
+    DEBUG_TIMEOUT,
+    DebuggedRank,
+    check_debug_rank,
+    take_terminal,
+)
 from fabric.loggers import Loggers
 from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
 from fabric.migration import METHODS
@@ -406,10 +412,13 @@ class Fabric:
                 train copies of the modules, and the caller's modules do not change. With
                 ``return_weights`` the function gets copies on one device, too. In processes that
                 another launcher has started, the function gets the modules themselves.
-            debug: the rank that gets the terminal, so that ``breakpoint()`` opens Python's debugger
-                in it. The other ranks skip ``breakpoint()``, and wait for this rank as long as it
-                takes: ``timeout`` and ``watchdog`` do not count. None leaves the terminal to this
-                process.
+            debug: the rank to debug. With 0, this process is rank 0 and starts only the others:
+                ``breakpoint()``, ``input()`` and ``%debug`` after an error work as in any function,
+                also in a notebook. The function still gets copies of its arguments (not under
+                ``fork``), and its exceptions are raised as they are. Any other rank, and rank 0
+                under ``popen``, gets the terminal. The other ranks skip ``breakpoint()``, and wait
+                for this rank as long as it takes: ``timeout`` and ``watchdog`` do not count. None,
+                the default, debugs no rank.
             **kwargs: the keyword arguments of the function.
 
         Returns:
@@ -424,7 +433,8 @@ class Fabric:
                 ``return_weights`` is true, and no argument is a module.
             UsageError: a function is needed and missing, or this is a second ``launch()`` without a
                 function, or with ``debug``.
-            ConfigurationError: ``debug`` is no rank, or there is no terminal.
+            ConfigurationError: ``debug`` is no rank, or there is no terminal for that rank.
+            Exception: with ``debug=0``, whatever the function has raised.
         """
         # A rank imports the user's script to find the function to run. A launch() during the import
         # would start a further job in each rank. This call raises during the import.
@@ -433,8 +443,7 @@ class Fabric:
             raise self._not_running_error("launch()")
         with hide_frames:
             self._check_launch(function_and_args, kwargs)
-            if debug is not None:
-                self._check_debug(debug, function_and_args)
+            debugged = self._debugged_rank(debug, function_and_args)
             modules: list[nn.Module] = []
             if return_weights:
                 modules = modules_among(function_and_args[1:], kwargs)
@@ -451,10 +460,13 @@ class Fabric:
             call = _UserCall(function, args, kwargs)
 
         if self._plan.world is None:  # this process is not a rank of the job
-            with hide_frames:
-                return self._call_in_new_ranks(call, modules, results, debug)
-        if debug is not None and self._plan.world_size > 1:
-            self._begin_debugging(debug, self._plan.world)
+            # With debug=0 the function runs in this process, and a debugger shows its frames.
+            runs_here = debugged is not None and debugged.is_here
+            hidden_frames = hide_first_frames if runs_here else hide_frames
+            with hidden_frames:
+                return self._call_in_new_ranks(call, modules, results, debugged)
+        if debugged is not None and self._plan.world_size > 1:
+            self._begin_debugging(debugged, self._plan.world)
         begins_job = self._session is None
         self._ensure_session("launch")  # connects this rank to the others
         # On one device, a job that begins with the function also ends with it. A session that
@@ -469,7 +481,7 @@ class Fabric:
         call: _UserCall,
         modules: Sequence[nn.Module],
         results: _Results,
-        debug: int | None,
+        debugged: DebuggedRank | None,
     ) -> Any:
         """Call the user's function in new processes, and return what ``launch`` returns.
 
@@ -478,21 +490,23 @@ class Fabric:
             modules: the modules that get the trained weights. If there are none, the weights stay
                 in the ranks.
             results: which results to return.
-            debug: as in ``launch``.
+            debugged: the rank that is debugged, or None.
         """
         launcher = self._plan.launcher
+        runs_rank0_here = debugged is not None and debugged.is_here
         # The launcher calls _run_in_rank(*rank_args) in each rank, which calls the function that
-        # follows `debug` among these arguments.
+        # follows `debugged` among these arguments.
+        job_spec = replace(self._plan.launch_spec, runs_rank0_here=runs_rank0_here)
         if not modules:
-            spec = replace(self._plan.launch_spec, results=results)
-            rank_args = (self, debug, *call)
+            spec = replace(job_spec, results=results)
+            rank_args = (self, debugged, *call)
             return launcher.launch(_run_in_rank, rank_args, {}, spec)
         # _train calls the user's function, and returns its result with the weights. So the launcher
         # has to return the result of rank 0, even if the user wants no results.
         returns_result = results != "none"
         results_with_weights = "first" if results == "none" else results
-        spec = replace(self._plan.launch_spec, results=results_with_weights)
-        rank_args = (self, debug, _train, (*call, returns_result), {})
+        spec = replace(job_spec, results=results_with_weights)
+        rank_args = (self, debugged, _train, (*call, returns_result), {})
         outcome = launcher.launch(_run_in_rank, rank_args, {}, spec)
         return _take_weights(modules, outcome)
 
@@ -573,18 +587,22 @@ class Fabric:
                 "ranks that exist",
             )
 
-    def _check_debug(self, debug: int, function_and_args: Sequence[Any]) -> None:
-        """Check that ``launch(debug=RANK)`` can work, before a process is started.
+    def _debugged_rank(
+        self, debug: int | None, function_and_args: Sequence[Any]
+    ) -> DebuggedRank | None:
+        """Return the rank that is debugged, and check before a process is started that it can be.
 
         Args:
-            debug: the rank that gets the terminal.
+            debug: the argument of ``launch``.
             function_and_args: the positional arguments of ``launch``.
 
         Raises:
             UsageError: the ranks are connected already.
-            ConfigurationError: there is no such rank, or no terminal. Or the argument seems to be
-                meant for the function.
+            ConfigurationError: there is no such rank, or the rank needs a terminal and there is
+                none. Or the argument seems to be meant for the function.
         """
+        if debug is None:
+            return None
         request = f"fabric.launch(..., debug={debug!r})"
         parameters: Iterable[str] = ()
         if function_and_args:
@@ -594,7 +612,7 @@ class Fabric:
             raise ConfigurationError(
                 request,
                 problem="this argument is not passed on to the function: it is the number of the "
-                "rank that gets the terminal",
+                "rank to debug",
                 suggestion="fabric.launch(functools.partial(train, debug=...)) for an argument of "
                 "the function; or another name for it",
             )
@@ -605,18 +623,21 @@ class Fabric:
                 "their timeout",
                 suggestion="debug in the first launch(), right after Fabric(...)",
             )
-        check_debug_rank(request, debug, self._plan.world_size)
+        starts_ranks = self._plan.world is None
+        is_here = starts_ranks and debug == 0 and self._plan.launcher.can_run_rank0_here
+        check_debug_rank(request, debug, self._plan.world_size, needs_terminal=not is_here)
+        return DebuggedRank(debug, is_here)
 
-    def _begin_debugging(self, debug: int, world: World) -> None:
+    def _begin_debugging(self, debugged: DebuggedRank, world: World) -> None:
         """Prepare this rank for a job in which one rank is debugged, before the rank is connected.
 
         Args:
-            debug: the rank that gets the terminal.
+            debugged: the rank that is debugged.
             world: the place of this process in the job.
         """
         # A watchdog of zero prints no hang reports.
         self._plan = replace(self._plan, timeout=DEBUG_TIMEOUT, watchdog=timedelta(0))
-        take_terminal(world.rank, debug)
+        take_terminal(world.rank, debugged)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the loop of a subclass in every process of the job, as in Lightning Fabric.
@@ -2159,17 +2180,17 @@ class Fabric:
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_is_closed": False}
 
-    def _join_job(self, world: World | None, debug: int | None = None) -> None:
+    def _join_job(self, world: World | None, debugged: DebuggedRank | None = None) -> None:
         """Connect a process that a function launcher has started to the job. Collective.
 
         Args:
             world: the place of this process in the job. None if the environment contains no
                 rank, in which case this method raises.
-            debug: the rank that gets the terminal, or None.
+            debugged: the rank that is debugged, or None.
         """
         self._plan = replace(self._plan, world=world)
-        if debug is not None and world is not None:
-            self._begin_debugging(debug, world)
+        if debugged is not None and world is not None:
+            self._begin_debugging(debugged, world)
         self._ensure_session("launch")  # connects this process to the others
         # Repeat the call that the launching process made before this process existed.
         if self._seeding is not None:
@@ -2407,7 +2428,7 @@ def _return_none(fabric: Fabric) -> None:
 
 def _run_in_rank(
     fabric: Fabric,
-    debug: int | None,
+    debugged: DebuggedRank | None,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -2416,15 +2437,21 @@ def _run_in_rank(
 
     Args:
         fabric: the copy of the user's Fabric that this process has received.
-        debug: the rank that gets the terminal, or None.
+        debugged: the rank that is debugged, or None.
         function: the user's function, or :func:`_train`, which calls the user's function.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
     """
+    attributes = dict(vars(fabric))
     # Before this call, the launcher has set the variables of this process's rank.
-    fabric._join_job(World.from_env(os.environ), debug)
-    with fabric:
-        return function(fabric, *args, **kwargs)
+    fabric._join_job(World.from_env(os.environ), debugged)
+    try:
+        with fabric:
+            return function(fabric, *args, **kwargs)
+    finally:
+        # Under "fork", rank 0 in the calling process has the user's own Fabric, which stays open.
+        if debugged is not None and debugged.is_here:
+            vars(fabric).update(attributes)
 
 
 def _train(

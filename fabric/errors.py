@@ -142,6 +142,35 @@ class _HiddenFrames:
 hide_frames = _HiddenFrames()
 
 
+class _HiddenFirstFrames:
+    """A context that removes the frames of fabric before those of the user's function.
+
+    The context is for calls that run a function of the user in this process. The traceback of an
+    error of the function then begins with the function. This is a class, as :class:`_HiddenFrames`.
+    """
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Remove the first frames, up to the first one of another package."""
+        if error is None:
+            return
+        folder = os.path.join(os.path.dirname(__file__), "")
+        user_traceback = error.__traceback__
+        while user_traceback is not None:
+            if not user_traceback.tb_frame.f_code.co_filename.startswith(folder):
+                break
+            user_traceback = user_traceback.tb_next
+        # Python adds the frames of the callers when the error leaves this context.
+        error.__traceback__ = user_traceback
+
+
+hide_first_frames = _HiddenFirstFrames()
+
+
 class ConfigurationError(FabricError, ValueError):
     """An argument, or a combination of arguments, that cannot work."""
 

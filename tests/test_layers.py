@@ -23,7 +23,7 @@ LAYERS = [
         "contract",
         "report_signal",
     ],
-    ["store"],
+    ["store", "global_state"],
     ["accelerators", "environments"],
     ["precision"],
     ["communicators", "launchers"],
@@ -81,7 +81,7 @@ ORDER = {
         "hand_steps"
     ),
     "launchers": (
-        "serialize base private_file terminal rank preemption supervisor logs fork_server function script "
+        "serialize base private_file terminal rank preemption supervisor calling_rank logs fork_server function script "
         "agent"
     ),
     "loggers": "loggers kubeflow progress",

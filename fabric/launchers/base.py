@@ -40,6 +40,8 @@ class LaunchSpec:
             default) or ``"cuda"``. Some start methods are unsafe with some devices.
         results: ``"first"`` (the default) returns what rank 0 returned, ``"all"`` a list by rank,
             ``"none"`` returns None.
+        runs_rank0_here: whether the process that calls ``launch`` is rank 0, and starts only the
+            others. Only for launchers with ``can_run_rank0_here``. Default: False.
 
     Raises:
         ConfigurationError: an attribute has an invalid value.
@@ -48,6 +50,7 @@ class LaunchSpec:
     num_processes: int
     device_type: str = "cpu"
     results: Literal["first", "all", "none"] = "first"
+    runs_rank0_here: bool = False
 
     def __post_init__(self) -> None:
         if self.num_processes < 1 or self.results not in ("first", "all", "none"):
@@ -63,10 +66,14 @@ class Launcher(ABC):
         name: the name under which the launcher is selected.
         runs_function: whether the launcher runs a function in the processes. Otherwise the launcher
             runs the script again, and ``launch`` needs no function.
+        can_run_rank0_here: whether :meth:`launch` can run the function as rank 0 in the process
+            that calls it, see ``LaunchSpec.runs_rank0_here``. ``Fabric.launch(train, debug=0)``
+            asks for it. Without it, rank 0 gets the terminal.
     """
 
     name: str
     runs_function: ClassVar[bool] = True
+    can_run_rank0_here: ClassVar[bool] = False
 
     def check(self, spec: LaunchSpec) -> None:
         """Raise a :class:`~fabric.errors.FabricError` if this launch cannot work.

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
 from fabric.launchers import base
+from fabric.launchers.calling_rank import CallingRank
 from fabric.launchers.fork_server import fork_server
 from fabric.launchers.private_file import PrivateFile
 from fabric.launchers.rank import Payload, RankConfig, main, run_rank
@@ -73,6 +74,8 @@ class ProcessLauncher(base.Launcher):
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
     """
 
+    can_run_rank0_here: ClassVar[bool] = True
+
     def __init__(self, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         self.name = start_method
 
@@ -111,6 +114,10 @@ class ProcessLauncher(base.Launcher):
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in ``spec.num_processes`` processes and wait for them.
 
+        With ``spec.runs_rank0_here``, this process is one of them, and an exception of its call is
+        raised as it is. Under ``"fork"`` the call gets ``args`` themselves, otherwise copies of
+        them, as in the other processes.
+
         Returns:
             The result of rank 0, a list by rank, or None, as ``spec.results`` says. Tensors are
             detached, on the CPU.
@@ -137,17 +144,26 @@ class ProcessLauncher(base.Launcher):
         call = Call(fn, args, kwargs)
         start_process = self._start_process_function(call)
         worlds = base.node_worlds(spec.num_processes)
-        supervisor = Supervisor()
+        supervisor = Supervisor(is_rank=spec.runs_rank0_here)
+        # As a context, the supervisor installs handlers of signals. The call of rank 0 needs those
+        # of the user.
+        context = closing(supervisor) if spec.runs_rank0_here else supervisor
         try:
-            with supervisor, closing(PrivateFile()) as argument_file:
+            with context, closing(PrivateFile()) as argument_file:
                 payload = None  # a forked rank has the call in its memory
                 if self.name != "fork":
                     # An argument that cannot be pickled raises here, before a process is started.
                     payload = payload_of_call(call, argument_file.path)
                 # Only the supervisor's waits act on signals. One may have come during the pickling.
                 supervisor.raise_if_signaled()
-                supervisor.start(start_process, worlds, payload, spec.results)
-                pickled_results = supervisor.wait_for_ranks()
+                if spec.runs_rank0_here:
+                    calling_rank = CallingRank(supervisor, worlds[0], spec.results)
+                    supervisor.start(start_process, worlds[1:], payload, spec.results)
+                    payload_here = payload or partial(partial, fn, *args, **kwargs)
+                    pickled_results = calling_rank.run(payload_here)
+                else:
+                    supervisor.start(start_process, worlds, payload, spec.results)
+                    pickled_results = supervisor.wait_for_ranks()
                 # Loaded here, since the tensors are in files that the supervisor removes. A rank
                 # that spec.results does not select has sent a pickled None.
                 results = [load(pickled_result) for pickled_result in pickled_results]
@@ -226,6 +242,8 @@ class _LauncherState:
     """The state of the launching process that a rank takes over before it loads the call.
 
     Attributes:
+        process_id: the id of the launching process. If this process itself runs rank 0, it has all
+            of this state already.
         environment: the environment variables.
         preparation: the argument of ``multiprocessing.spawn.prepare``, which sets the working
             directory, ``sys.path`` and ``sys.argv``, and imports ``__main__`` if necessary.
@@ -234,6 +252,7 @@ class _LauncherState:
         torch_settings: the changed settings of torch, as values by the name of the setter.
     """
 
+    process_id: int
     environment: dict[str, str]
     preparation: dict[str, Any]
     sources: dict[str, Any]
@@ -269,6 +288,7 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
     if pickled_call.needs_main and main_import is not None:
         preparation |= main_import
     state = _LauncherState(
+        process_id=os.getpid(),
         environment=dict(os.environ),
         preparation=preparation,
         sources=_sources_without_file(),
@@ -341,6 +361,14 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     Returns:
         The function of the call with its arguments bound. The rank calls it next.
     """
+    if state.process_id != os.getpid():
+        _take_over(state)
+    call: Call = load(pickled_call)
+    return partial(call.fn, *call.args, **call.kwargs)
+
+
+def _take_over(state: _LauncherState) -> None:
+    """Give this process the state of the launching process."""
     # The environment is set first, because the modules that the call needs may read variables when
     # they are imported.
     os.environ.clear()
@@ -352,8 +380,6 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     for setter_name, value in state.torch_settings.items():
         set_value = getattr(import_module("torch"), setter_name)
         set_value(value)
-    call: Call = load(pickled_call)
-    return partial(call.fn, *call.args, **call.kwargs)
 
 
 def _spawn(control: Connection, config: RankConfig) -> StartedProcess:

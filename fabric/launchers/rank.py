@@ -58,15 +58,18 @@ __all__ = [
     "Failure",
     "Message",
     "MessageKind",
+    "Outcome",
     "Payload",
     "RankConfig",
     "SignalHandler",
+    "call_payload",
     "end_with_parent",
     "ending_signals",
     "exit_process",
     "exit_with_late_error",
     "is_secondary",
     "main",
+    "outcome_of_error",
     "raise_on_signals",
     "run_process",
     "run_rank",
@@ -457,7 +460,7 @@ def end_with_parent() -> None:
     os.register_at_fork(after_in_child=set_in_child)
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """How the payload of a rank has ended.
 
     Attributes:
@@ -470,7 +473,7 @@ class _Outcome(NamedTuple):
     message: Message | None = None
 
 
-def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
+def _run_payload(control_thread: ControlThread, payload: Payload) -> Outcome:
     """Run the payload, and return how the payload has ended. This function raises nothing.
 
     First it installs signal handlers, and gives the process the environment variables of the rank.
@@ -480,34 +483,61 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> _Outcome:
         raise_on_signals(on_signal=partial(control_thread.send, "signal"))
         # Sent after the handlers are installed: from now on a signal runs ``finally`` blocks.
         control_thread.send("ready")
-        call = payload()  # prepares this process, and returns the function to run
-        # Set after payload(), which may import the user's script to find a function. The script
-        # must not see the variables of a rank, since it would then act as one.
-        os.environ.update(config.variables)
-        if not config.runs_script:
-            refuse_breakpoint(config.world.rank)
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
-            torch.set_num_threads(config.threads)
-        result = call()
-        if config.result_file is None:  # the supervisor does not want the result of this rank
-            result = None
-        pickled_result = dump_result(result, config.result_file)
-        return _Outcome(exit_code=0, message=Message("finished", pickled_result))
-    except KeyboardInterrupt:
-        return _Outcome(exit_code=128 + signal.SIGINT)
-    except SystemExit as error:
-        return _outcome_of_exit(error, config.runs_script)
+        pickled_result = call_payload(config, payload, has_keyboard=config.runs_script)
+        return Outcome(exit_code=0, message=Message("finished", pickled_result))
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
-        # For exit handlers of the user: the interpreter sets these after an uncaught exception.
-        sys.last_type = type(error)
-        sys.last_value = error
-        sys.last_traceback = error.__traceback__
-        return _Outcome(exit_code=1, message=Message("error", Failure.of(error)))
+        outcome = outcome_of_error(error, config.runs_script)
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            # For exit handlers of the user: Python sets these after an uncaught exception.
+            sys.last_type = type(error)
+            sys.last_value = error
+            sys.last_traceback = error.__traceback__
+        return outcome
 
 
-def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
+def call_payload(config: RankConfig, payload: Payload, *, has_keyboard: bool) -> bytes:
+    """Give this process the variables and the threads of a rank, and run the payload.
+
+    Args:
+        config: the configuration of the rank.
+        payload: the work of the rank.
+        has_keyboard: whether ``breakpoint()`` is left as it is. Otherwise it raises an error that
+            says what to write instead.
+
+    Returns:
+        The pickled result of the payload, or a pickled None if the supervisor does not want it.
+    """
+    call = payload()  # prepares this process, and returns the function to run
+    # Set after payload(), which may import the user's script to find a function. The script must
+    # not see the variables of a rank, since it would then act as one.
+    os.environ.update(config.variables)
+    if not has_keyboard:
+        refuse_breakpoint(config.world.rank)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # torch reads OMP_NUM_THREADS only when it is loaded, and a fork has torch loaded.
+        torch.set_num_threads(config.threads)
+    result = call()
+    if config.result_file is None:  # the supervisor does not want the result of this rank
+        result = None
+    return dump_result(result, config.result_file)
+
+
+def outcome_of_error(error: BaseException, runs_script: bool) -> Outcome:
+    """Return the outcome of a payload that has raised an exception.
+
+    Args:
+        error: the exception. The frames in which fabric starts the user's code are removed from it.
+        runs_script: whether the payload runs a script. Otherwise it calls a function.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome(exit_code=128 + signal.SIGINT)
+    if isinstance(error, SystemExit):
+        return _outcome_of_exit(error, runs_script)
+    return Outcome(exit_code=1, message=Message("error", Failure.of(error)))
+
+
+def _outcome_of_exit(error: SystemExit, runs_script: bool) -> Outcome:
     """Return the outcome of a payload that has called ``sys.exit``.
 
     - The code 75 (:data:`PREEMPTED`), or 0 from a script, means that the rank has finished.
@@ -525,12 +555,12 @@ def _outcome_of_exit(error: SystemExit, runs_script: bool) -> _Outcome:
         exit_code = 1
         text = str(error.code)
     if exit_code == PREEMPTED or (exit_code == 0 and runs_script):
-        return _Outcome(exit_code, message=Message("finished", b""))
+        return Outcome(exit_code, message=Message("finished", b""))
     was_stopped_by_signal = exit_code - 128 in stop_signals()
     if exit_code == 0 or was_stopped_by_signal:
-        return _Outcome(exit_code)
+        return Outcome(exit_code)
     failure = Failure(text=text, exit_code=exit_code)
-    return _Outcome(exit_code, message=Message("error", failure))
+    return Outcome(exit_code, message=Message("error", failure))
 
 
 class SignalHandler:

@@ -67,10 +67,13 @@ class StartedProcess(NamedTuple):
         pid: the process id.
         poll: returns the exit code, without waiting: negative for a signal, None while the process
             runs.
+        send_signal: sends a signal to a process, by the id of the process and the number of the
+            signal.
     """
 
     pid: int
     poll: Callable[[], int | None]
+    send_signal: Callable[[int, int], object] = os.kill
 
 
 StartProcess = Callable[[Connection, RankConfig], StartedProcess]
@@ -263,7 +266,7 @@ class RankProcess:
         if not self.poll():
             # A rank of the fork server is not a child of this process, and may end after the poll.
             with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal_number)
+                self.process.send_signal(self.process.pid, signal_number)
                 self.is_killed |= signal_number == signal.SIGKILL
 
     def send(self, kind: MessageKind, content: Any = None) -> None:
@@ -400,18 +403,25 @@ class Supervisor:
     this process. Leaving the block kills the ranks that still run. A pool of ranks uses no block,
     and calls :meth:`close`.
 
+    Args:
+        is_rank: whether this process is a rank, too, and opens the store of the ranks. Default:
+            False.
+
     Attributes:
         ranks: the ranks that have been started.
         signals: the signals that have arrived since the block was entered and that end a job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_rank: bool = False) -> None:
         """Open the file of the store. :meth:`__enter__` installs signal handlers."""
         # Called first: a file that is opened later would get the descriptor of a closed stream.
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        self._store_file = PrivateFile()  # through which the ranks find each other
+        # The file through which the ranks find each other. torch opens the path once more when
+        # Python frees the store of a rank. In this process, this may be after close(), when a path
+        # of /proc would be that of another file, which torch would write to.
+        self._store_file = PrivateFile(is_named=is_rank)
         self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
         # The signal with which a user asks for a report of what the ranks are doing.
@@ -475,7 +485,7 @@ class Supervisor:
         *,
         runs_script: bool = False,
     ) -> None:
-        """Start the ranks. Call this method once.
+        """Start ranks.
 
         Args:
             start_process: starts the process of one rank.
@@ -490,38 +500,37 @@ class Supervisor:
             runs_script: whether the ranks run a script. A rank that runs a function fails if it
                 exits before it returns.
         """
+        started_ranks: list[RankProcess] = []
         for world in worlds:
-            returns_result = results == "all" or (results == "first" and world.rank == 0)
-            config, stack_file = self._configure_rank(
-                world,
-                returns_result=returns_result,
-                user_variables=variables,
-                runs_script=runs_script,
+            config, stack_file = self.configure_rank(
+                world, results, user_variables=variables, runs_script=runs_script
             )
-            self._start_rank(start_process, config, stack_file)
+            rank = self._start_rank(start_process, config, stack_file)
+            started_ranks.append(rank)
         # Sent after all processes have been started. send_payload() waits until the rank reads if
         # the payload exceeds the capacity of the pipe, and the next rank would start only then.
         if payload is not None:
-            for rank in self.ranks:
+            for rank in started_ranks:
                 rank.send_payload(payload)
 
-    def _configure_rank(
+    def configure_rank(
         self,
         world: World,
+        results: str,
         *,
-        returns_result: bool,
-        user_variables: Mapping[str, str],
-        runs_script: bool,
+        user_variables: Mapping[str, str] = {},
+        runs_script: bool = False,
     ) -> tuple[RankConfig, PrivateFile]:
         """Return the configuration of a rank, and the new file for its stack traces.
 
         Args:
             world: the place of the rank.
-            returns_result: whether the rank sends back its result.
+            results: which ranks send back their results, as in :meth:`start`.
             user_variables: variables for the environment of the rank. They replace variables of
                 fabric.
             runs_script: whether the rank runs a script.
         """
+        returns_result = results == "all" or (results == "first" and world.rank == 0)
         if world.port is None:  # no other store has been chosen for the ranks
             world = replace(world, store=f"file://{self._store_file.path}")
         rank_environment = {
@@ -550,8 +559,8 @@ class Supervisor:
 
     def _start_rank(
         self, start_process: StartProcess, config: RankConfig, stack_file: PrivateFile
-    ) -> None:
-        """Start the process of a rank, and append the rank to ``ranks``.
+    ) -> RankProcess:
+        """Start the process of a rank, append the rank to ``ranks``, and return it.
 
         Args:
             start_process: starts the process.
@@ -576,6 +585,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         rank = RankProcess(config=config, process=process, control=control, stack_file=stack_file)
         self.ranks.append(rank)
+        return rank
 
     def wait_for_ranks(self, should_end: Callable[[], bool] = never) -> list[bytes]:
         """Wait until all ranks have ended. End all ranks if one fails or a signal arrives.
@@ -641,14 +651,15 @@ class Supervisor:
             wait_time = min(_POLL_INTERVAL, time_left)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal, on which the loops that wait for the ranks act.
-
-        The interpreter calls this handler in the main thread.
-        """
+        """Handle a signal. The interpreter calls this handler in the main thread."""
         if number == self._report_signal:
             self._is_report_requested = True
         else:
-            self.signals.append(ReceivedSignal(number, monotonic()))
+            self.record_signal(number)
+
+    def record_signal(self, number: int) -> None:
+        """Record a signal that ends a job, on which the loops that wait for the ranks act."""
+        self.signals.append(ReceivedSignal(number, monotonic()))
 
     def _handle_signal(self) -> None:
         """Pass the first recorded signal on to the ranks, and end the job unless it is a warning.

@@ -2,8 +2,10 @@
 
 [Note: Debugging a rank] ``Fabric.launch(train, debug=RANK)`` connects the rank to the terminal of
 the job: the rank reads from it and prints to it. The ranks open the terminal by its name, so it
-does not matter how they were started, nor where the output of the job goes. The other ranks skip
-``breakpoint()``, and wait for the rank in their next collective, which has no deadline then.
+does not matter how they were started, nor where the output of the job goes. Rank 0 needs no
+terminal if the process that calls ``launch`` is rank 0, see ``[Note: Rank 0 in the calling
+process]`` in calling_rank.py. The other ranks skip ``breakpoint()``, and wait for the rank in their
+next collective, which has no deadline then.
 """
 
 import io
@@ -11,12 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabric.errors import ConfigurationError, UsageError
 
 __all__ = [
     "DEBUG_TIMEOUT",
+    "DebuggedRank",
     "check_debug_rank",
     "refuse_breakpoint",
     "refuse_input",
@@ -25,6 +28,20 @@ __all__ = [
 
 DEBUG_TIMEOUT = timedelta(days=365)
 """How long the other ranks wait for a rank that is debugged."""
+
+
+class DebuggedRank(NamedTuple):
+    """The rank of a job that is debugged.
+
+    Attributes:
+        rank: the global rank.
+        is_here: whether the rank is the process that calls ``launch``, which has its keyboard
+            already. Otherwise the rank gets the terminal.
+    """
+
+    rank: int
+    is_here: bool
+
 
 # The terminal of a process, under every Unix.
 _TERMINAL = "/dev/tty"
@@ -55,10 +72,10 @@ def _input_error(call: str, rank: int) -> UsageError:
     return UsageError(
         f"{call} on rank {rank}",
         problem="a process that fabric has started has no keyboard",
-        suggestion=f"launch(..., debug={rank}) or RankPool(..., debug={rank}) in a terminal, which "
-        "this rank then has; or Fabric(devices=1) in a notebook, which calls the function in the "
-        f"process that has the keyboard, where {call} and %debug work; or an argument of the "
-        "function for a value that you enter before",
+        suggestion="launch(..., debug=0), which calls the function for rank 0 in the process that "
+        f"has the keyboard, so that {call} and %debug work; or launch(..., debug={rank}) or "
+        f"RankPool(..., debug={rank}) in a terminal, which this rank then has; or an argument of "
+        "the function for a value that you enter before",
     )
 
 
@@ -95,13 +112,16 @@ def refuse_breakpoint(rank: int) -> None:
     sys.breakpointhook = raise_instead
 
 
-def check_debug_rank(request: str, debug: object, world_size: int) -> None:
+def check_debug_rank(
+    request: str, debug: object, world_size: int, *, needs_terminal: bool = True
+) -> None:
     """Check that a rank can be debugged, before a process is started.
 
     Args:
         request: the call, as the user wrote it.
-        debug: the rank that should get the terminal.
+        debug: the rank that should be debugged.
         world_size: the number of ranks.
+        needs_terminal: whether the rank gets the terminal. Default: True.
 
     Raises:
         ConfigurationError: there is no such rank, or this process has no terminal.
@@ -110,16 +130,17 @@ def check_debug_rank(request: str, debug: object, world_size: int) -> None:
         raise ConfigurationError(
             request,
             problem=f"there is no rank {debug!r}",
-            expected=f"the number of the rank that gets the terminal: 0 to {world_size - 1}",
+            expected=f"the number of the rank to debug: 0 to {world_size - 1}",
         )
     # With one rank no process is started: the function runs in this process, with its input.
-    if world_size > 1 and not _has_terminal():
+    if needs_terminal and world_size > 1 and not _has_terminal():
         raise ConfigurationError(
             request,
             problem="this process has no terminal, in which you could type the commands of the "
             "debugger",
             expected="a program that was started in a terminal, and no notebook or batch job",
-            suggestion="Fabric(devices=1) in a notebook, where breakpoint() works in the function",
+            suggestion='launch(train, debug=0), in a script with Fabric(launcher="forkserver"): it '
+            "calls train for rank 0 in this process, where breakpoint() and %debug work",
         )
 
 
@@ -133,17 +154,20 @@ def _has_terminal() -> bool:
     return True
 
 
-def take_terminal(rank: int, debug_rank: int) -> None:
-    """Connect this process to the terminal if its rank is debugged.
+def take_terminal(rank: int, debugged: DebuggedRank) -> None:
+    """Connect this process to the terminal if its rank is debugged and has no keyboard yet.
 
     On the other ranks, make ``breakpoint()`` do nothing. See ``[Note: Debugging a rank]``.
 
     Args:
         rank: the global rank of this process.
-        debug_rank: the rank that is debugged.
+        debugged: the rank that is debugged.
     """
-    if rank != debug_rank:
+    if rank != debugged.rank:
         sys.breakpointhook = _skip_breakpoint
+        return
+    if debugged.is_here:
+        _replace_idle_hook()
         return
     terminal = os.open(_TERMINAL, os.O_RDWR)
     # What has been printed so far goes to the previous output.
@@ -156,6 +180,20 @@ def take_terminal(rank: int, debug_rank: int) -> None:
     os.close(terminal)
     # refuse_input() and refuse_breakpoint() have replaced these two in this rank.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open until the process ends)
+    sys.breakpointhook = sys.__breakpointhook__
+
+
+def _replace_idle_hook() -> None:
+    """Have ``breakpoint()`` open Python's debugger if it would do nothing otherwise.
+
+    A notebook installs the hook of ``debugpy``, which does nothing until the debugger of JupyterLab
+    or of an editor is connected.
+    """
+    debugpy = sys.modules.get("debugpy")
+    module_of_hook = getattr(sys.breakpointhook, "__module__", None) or ""
+    is_hook_of_debugpy = module_of_hook.startswith("debugpy.")
+    if debugpy is None or not is_hook_of_debugpy or debugpy.is_client_connected():
+        return
     sys.breakpointhook = sys.__breakpointhook__
 
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from fabric._fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
+from fabric.global_state import GlobalState
 from fabric.launchers.base import node_worlds
 from fabric.launchers.fork_server import UNKNOWN_EXIT_CODE, ForkServer, fork_server
 from fabric.launchers.function import payload_of_call
@@ -42,7 +43,7 @@ from fabric.launchers.supervisor import (
     describe_exit,
     processor_seconds,
 )
-from fabric.launchers.terminal import DEBUG_TIMEOUT, check_debug_rank
+from fabric.launchers.terminal import DEBUG_TIMEOUT, DebuggedRank, check_debug_rank
 from fabric.seed import seed_everything
 from fabric.testing.base import (
     FailureRole,
@@ -69,7 +70,7 @@ from fabric.testing.rank_warnings import (
     recorded_warnings,
 )
 from fabric.testing.stacks import frames_of_faulthandler, is_waiting, position
-from fabric.testing.state import GlobalState, check_group
+from fabric.testing.state import check_group
 from fabric.testing.time_limits import CallTimes, ShrinkingBudget
 
 __all__ = ["Group", "RankPool"]
@@ -742,7 +743,8 @@ def _serve(fabric: Fabric, check_inputs: bool, reset: bool, debug: int | None) -
     # The pool sends SIGUSR1 only after this message, since the handler is there now. The message is
     # sent before the rank connects, since the connection may hang, too.
     control_thread.send("serving")
-    fabric._join_job(world, debug)  # collective: waits until all ranks are connected
+    debugged = None if debug is None else DebuggedRank(debug, is_here=False)
+    fabric._join_job(world, debugged)  # collective: waits until all ranks are connected
     # The pool waits for this reply when it starts the ranks, and ignores the result.
     first_report = Report(rank=world.rank)
     control_thread.send("reply", _Reply(first_report, dump_result(None)))

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -41,15 +41,19 @@ class Notebook:
         self._request = ""
         self.written = ""
 
-    def run(self, cell: str, until: str = "") -> dict:
+    def run(self, cell: str, until: str = "", typed: Sequence[str] = ()) -> dict:
         """Run a cell and return its reply.
 
-        With ``until``, return ``{}`` as soon as the written text matches this pattern.
+        With ``until``, return ``{}`` as soon as the written text matches this pattern. The lines
+        ``typed`` answer the requests of the cell for input.
         """
         self.written = ""
         # By default a failed cell aborts the cells that arrive before the kernel has tidied up. The
         # next cell of a test may be one of them.
         self._request = self._client.execute(cell, stop_on_error=False)
+        for line in typed:
+            self._client.get_stdin_msg(timeout=DEADLINE / 3)
+            self._client.input(line)
         while until == "" or not re.search(until, self.written):
             message = self._client.get_iopub_msg(timeout=DEADLINE)
             if not self._answers(message):
@@ -205,3 +209,96 @@ assert png["image/png"], png
 def test_a_cell_shows_a_plot_as_a_picture(notebook):
     reply = notebook.run(PLOT.format(folder=str(notebook.directory / "run")))
     assert reply["status"] == "ok", reply["evalue"]
+
+
+DEBUGGED = """
+import os, random, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from fabric import Fabric
+
+def train(fabric, model, fault=""):
+    fabric.seed_everything(5)
+    prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    secret = fabric.global_rank + 40
+    if fault == "prompt" and fabric.global_rank == 0:
+        print("hello", input("name? "))
+    if fault == "prompt":
+        breakpoint()
+    for _ in range(2):
+        loss = prepared(torch.ones(2, 4)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if fault == f"rank {fabric.global_rank}":
+        raise ValueError(f"the secret is {secret}")  # here
+    if fault == "stop" and fabric.global_rank == 0:
+        print("ready", flush=True)
+        fabric.barrier()  # rank 1 never comes
+    while fault in ("stop", "rank 1"):
+        time.sleep(0.01)
+    return os.getpid(), loss.item()
+
+def state():
+    return [dict(os.environ), random.getstate(), torch.get_rng_state().tolist(),
+        torch.get_num_threads(), dist.is_initialized(), sorted(dict(model.named_parameters()))]
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy={strategy!r}, check_training=False)
+model = nn.Linear(4, 1)
+weight = model.weight.detach().clone()
+before = state()
+"""
+UNCHANGED = """
+assert state() == before
+assert type(model.weight) is nn.Parameter and torch.equal(model.weight, weight)
+first, second = fabric.launch(train, model, debug=0, return_all=True)
+assert first[0] == os.getpid() != second[0]
+assert fabric.launch(train, model)[1] == first[1]
+assert state() == before
+"""
+
+
+def assert_kernel_is_unchanged(notebook: Notebook) -> None:
+    reply = notebook.run(UNCHANGED)
+    assert reply["status"] == "ok", reply["evalue"]
+    assert_no_files_left(notebook.directory)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rank_0_can_be_debugged_in_the_kernel(notebook, strategy):
+    cell = DEBUGGED.replace("{strategy!r}", repr(strategy))
+    assert notebook.run(cell)["status"] == "ok"
+
+    # The keyboard and the debugger of the kernel are those of rank 0.
+    typed = ["Ada", "p 'the secret', secret", "secret = 50", "continue"]
+    reply = notebook.run("fabric.launch(train, model, 'prompt', debug=0)", typed=typed)
+    assert reply["status"] == "ok", reply["evalue"]
+    assert "hello Ada" in notebook.written
+    assert "('the secret', 40)" in notebook.written
+    assert_kernel_is_unchanged(notebook)
+
+    # After an error of rank 0, the debugger shows the variables of the function.
+    reply = notebook.run("fabric.launch(train, model, 'rank 0', debug=0)")
+    assert reply["ename"] == "ValueError"
+    shown = "\n".join(reply["traceback"])
+    assert "# here" in shown
+    assert f"{os.sep}launchers{os.sep}" not in shown
+    reply = notebook.run("%debug", typed=["p 'post mortem', secret, fault", "quit"])
+    assert "('post mortem', 40, 'rank 0')" in notebook.written
+    assert_kernel_is_unchanged(notebook)
+
+    # An error of another rank ends rank 0, which is in a loop.
+    reply = notebook.run("fabric.launch(train, model, 'rank 1', debug=0)")
+    assert reply["ename"] == "RankFailedError"
+    assert reply["evalue"].startswith("rank 1 of 2 failed (exit code 1)")
+    assert reply["evalue"].rstrip().endswith("ValueError: the secret is 41")
+    assert_kernel_is_unchanged(notebook)
+
+    # So does the stop button, while rank 0 waits in C++ code.
+    notebook.run("fabric.launch(train, model, 'stop', debug=0)", until=r"(?m)^ready$")
+    since = time.monotonic()
+    notebook.manager.interrupt_kernel()
+    assert notebook.reply()["ename"] == "KeyboardInterrupt"
+    assert time.monotonic() - since < within()
+    assert_kernel_is_unchanged(notebook)
