@@ -1066,14 +1066,27 @@ def test_a_compiled_model_takes_the_steps_of_the_uncompiled_one(
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
+def cache_key_tags(fabric: Fabric) -> list[str]:
+    """Return the tag of torch's cache of compiled graphs during the job, and after it."""
+    during_job = torch.compiler.config.cache_key_tag
+    fabric.teardown()
+    return [during_job, torch.compiler.config.cache_key_tag]
+
+
+def test_ranks_of_other_groups_do_not_share_compiled_graphs() -> None:
+    tags, tags_after_job = zip(*on_mesh(WITH_FSDP, cache_key_tags), strict=True)
+    assert len(set(tags)) == 4
+    assert tags_after_job == ("", "", "", "")
+
+
 @pytest.mark.slow
 @NEEDS_CPP_COMPILER
+@pytest.mark.parametrize("mesh", [TENSOR_PARALLEL_ALONE, WITH_FSDP])
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("plan", [RATE_PLAN, NORM_PLAN])
 def test_a_model_compiled_by_inductor_takes_the_steps_of_the_uncompiled_one(
-    order: str, plan: dict[str, str]
+    mesh: dict[str, Any], order: str, plan: dict[str, str]
 ) -> None:
-    mesh = TENSOR_PARALLEL_ALONE
     expected = on_mesh(mesh, train_compiled, "never", "inductor", 0.0, plan)
     actual = on_mesh(mesh, train_compiled, order, "inductor", 0.0, plan)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config as compiler_config
 from torch.distributed import DeviceMesh, get_backend
 from typing_extensions import override
 
@@ -265,6 +266,8 @@ class ModelParallelStrategy(FSDPStrategy):
         self._requested_sizes = requested_sizes
         # None unless the runtime runs.
         self._topology: _Topology | None = None
+        # The user's tag for torch's cache of compiled graphs. None unless the tag has been changed.
+        self._user_cache_key_tag: str | None = None
         # While a model is set up: the model.
         self._root: nn.Module | None = None
         # While a model is set up: the layers that are still to be split, each with its style.
@@ -290,6 +293,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
         self._topology = self._build_topology()
+        if self._topology.tensor_parallel_size > 1:
+            self._separate_compiled_graphs(self._topology.mesh)
 
     def _mesh_sizes(self, world_size: int, local_world_size: int) -> dict[str, int]:
         """Return the size of each dimension of the mesh, from the outer to the inner one.
@@ -353,8 +358,22 @@ class ModelParallelStrategy(FSDPStrategy):
         """Return the communicator of this rank's group along a mesh of one dimension."""
         return self.runtime.communicator_over(dimension.get_group())
 
+    def _separate_compiled_graphs(self, mesh: DeviceMesh) -> None:
+        """Give this rank's groups an entry of their own in torch's cache of compiled graphs.
+
+        Compiled graphs contain the names of the groups in which split layers communicate. But torch
+        looks graphs up by the shapes of the mesh alone. So a rank would find a graph that another
+        rank, or an earlier job, has compiled for another group (seen in torch 2.13).
+        """
+        names = [mesh.get_group(dimension).group_name for dimension in range(mesh.ndim)]
+        self._user_cache_key_tag = compiler_config.cache_key_tag
+        compiler_config.cache_key_tag = " ".join([self._user_cache_key_tag, *names])
+
     @override
     def teardown(self) -> None:
+        if self._user_cache_key_tag is not None:
+            compiler_config.cache_key_tag = self._user_cache_key_tag
+            self._user_cache_key_tag = None
         self._topology = None
         super().teardown()
 
