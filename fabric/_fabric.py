@@ -676,9 +676,11 @@ class Fabric:
         with ExitStack() as stack:
             if self._is_rank0_or_launcher():
                 is_handling_exception = sys.exc_info()[0] is not None
-                # Python sets sys.last_value when an uncaught exception ends the program.
+                # Python sets sys.last_value when an uncaught exception ends the program. At a
+                # prompt or in a notebook, it is the error of an earlier line or cell.
                 has_uncaught_exception = getattr(sys, "last_value", None) is not None
-                has_failed = is_handling_exception or has_uncaught_exception
+                ends_program = has_uncaught_exception and not is_interactive()
+                has_failed = is_handling_exception or ends_program
                 status = "failed" if has_failed else "success"
                 stack.callback(close_loggers, status)
             if self._session is not None:

@@ -262,6 +262,14 @@ def test_a_logger_hears_that_the_block_failed():
     assert small.calls == [({"loss": 0.5}, 3)]
 
 
+def test_the_error_of_an_earlier_cell_is_no_failure_of_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys, "last_value", ValueError("of an earlier cell"), raising=False)
+    full = LightningLikeLogger()
+    log_in_block([full, LoggerOfMetrics()], fails=False)
+    assert full.calls[-1] == "success"
+
+
 def test_a_summary_writer_is_a_logger(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
