@@ -148,6 +148,15 @@ def test_the_rank_of_a_difference_is_named(tmp_path):
     # The last change.
     assert "only one of the runs has it synchronized over the ranks" in result.text
 
+    # Rank 1 was killed earlier than rank 0.
+    path = tmp_path / "again" / "rank-1.jsonl"
+    header, *lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"step":0' in line or line.startswith('{"end":0')]
+    path.write_text("".join([header, *kept]))
+    result = compare_runs(tmp_path / "nothing", tmp_path / "again")
+    assert result.is_equal, result.text
+    assert "compared bit by bit: step 0," in result.text
+
 
 # -- Runs on other numbers of ranks ----------------------------------------------------------------
 
