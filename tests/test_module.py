@@ -85,6 +85,30 @@ def test_modes_reach_the_users_module(model: FabricModule, net: Net) -> None:
     assert net.training
 
 
+class FrozenStatistics(nn.Module):
+    """A module that keeps its batch normalization in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 1)
+
+    def train(self, mode: bool = True) -> "FrozenStatistics":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_a_module_may_override_train() -> None:
+    with Fabric(accelerator="cpu", devices=1, environment="none") as fabric:
+        model = fabric.setup(FrozenStatistics())
+        for mode in (False, True):
+            assert model.train(mode) is model
+            assert model.training == mode
+            assert model.head.training == mode
+            assert not model.norm.training
+
+
 def test_to_apply_and_requires_grad_reach_the_users_module(model: FabricModule, net: Net) -> None:
     assert model.to("cpu", torch.float32) is model
     net.double()

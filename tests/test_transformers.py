@@ -86,7 +86,7 @@ def test_a_llama_is_saved_sharded_and_read_by_transformers_and_a_mesh(tmp_path: 
     folder = tmp_path / "llama"
     expected = build_llama()
     logits = expected(TOKENS).logits.detach()
-    run_in_ranks(save_llama, folder, strategy="fsdp")
+    run_in_ranks(save_llama, folder, strategy="fsdp", ranks=3)
     loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     assert type(loaded) is LlamaForCausalLM
