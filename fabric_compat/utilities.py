@@ -340,15 +340,16 @@ def _distributed_sampler(
         dataloader: The loader of all samples.
         sampler_kwargs: The arguments ``num_replicas`` and ``rank``.
     """
-    sampler: Any = dataloader.sampler
-    is_shuffled = isinstance(sampler, RandomSampler)
-    sampler_class = DistributedSamplerWrapper
-    # torch's own samplers need no wrapper: DistributedSampler shuffles the dataset itself.
-    if is_shuffled or isinstance(sampler, SequentialSampler):
-        sampler = dataloader.dataset
+    is_shuffled = isinstance(dataloader.sampler, RandomSampler)
+    if is_shuffled or isinstance(dataloader.sampler, SequentialSampler):
+        # torch's own samplers need no wrapper: DistributedSampler shuffles the dataset itself.
         sampler_class = DistributedSampler
+        samples: Any = dataloader.dataset
+    else:
+        sampler_class = DistributedSamplerWrapper
+        samples = dataloader.sampler
     return sampler_class(
-        sampler,
+        samples,
         num_replicas=sampler_kwargs["num_replicas"],
         rank=sampler_kwargs["rank"],
         shuffle=is_shuffled,

@@ -66,8 +66,8 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             )
         for metric in metrics_by_path.values():
             sent.append(_tensors_to_gather(metric))
-    # The exchange below raises this error on all ranks, which wait in the exchange.
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        # Not raised here, since the other ranks wait in the exchange below.
         problem = f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
         error = UsageError(call_text, problem)
     call = CallDescription("compute_metrics")
@@ -76,10 +76,12 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
-            # From [rank][tensor] to [tensor][rank].
             tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
-            ranks_by_tensor = zip(*tensors_by_rank, strict=True)
-            states = list(map(_GatheredState, sent[index], ranks_by_tensor))
+            # For each state of the metric, the tensors of all ranks.
+            rank_tensors_by_state = zip(*tensors_by_rank, strict=True)
+            states: list[_GatheredState] = []
+            for tensor, rank_tensors in zip(sent[index], rank_tensors_by_state, strict=True):
+                states.append(_GatheredState(of_this_rank=tensor, of_ranks=rank_tensors))
             _use_gathered_states(metric, states, call_text=call_text, undo=undo)
         # At the end of the block the metrics get their own collectives back.
         return metrics.compute()

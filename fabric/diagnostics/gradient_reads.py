@@ -63,24 +63,26 @@ class _Segment(NamedTuple):
     Attributes:
         code: the code.
         instructions: the instructions, in order.
-        names: the values of names in the code, as far as they are known.
+        values_by_name: the values of the names in the code, as far as they are known.
     """
 
     code: CodeType
     instructions: list[dis.Instruction]
-    names: Mapping[str, Any]
+    values_by_name: Mapping[str, Any]
 
 
 def find_gradient_read(start: Sequence[CodePosition], frame: FrameType | None) -> CallSite | None:
-    """Return a line that reads a gradient between two calls. None if there is none.
+    """Return a line of the user's code that reads a gradient between two calls. None without one.
+
+    The two calls are that of ``fabric.backward`` and that of ``step``, for example.
 
     Args:
-        start: the :func:`code_positions` of the first call.
+        start: where the user's code made the first call: its :func:`code_positions`.
         frame: the innermost frame of the second call.
     """
     for segment in _segments_between(start, frame):
         for index, instruction in enumerate(segment.instructions):
-            name = _name_of_function(instruction, segment.names)
+            name = _name_of_function(instruction, segment.values_by_name)
             if name in _READING_FUNCTIONS or _reads_gradient(segment.instructions, index):
                 return CallSite(segment.code.co_filename, _line_of(instruction, segment.code))
     return None
@@ -93,7 +95,7 @@ def find_clipping_function(start: Sequence[CodePosition], frame: FrameType | Non
     """
     for segment in _segments_between(start, frame):
         for instruction in segment.instructions:
-            name = _name_of_function(instruction, segment.names)
+            name = _name_of_function(instruction, segment.values_by_name)
             if name in _CLIPPING_FUNCTIONS:
                 return name
     return None
@@ -123,16 +125,18 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
     # The functions that have made only the first call: what comes after it.
     for position in start[num_common:]:
         offsets = range(position.offset + 1, len(position.code.co_code))
-        yield from _segments_in(position.code, offsets, names={}, follows_functions=False)
+        yield from _segments_in(position.code, offsets, values_by_name={}, follows_functions=False)
     inner_frames = end_frames[num_common:]
     inner_code = {inner_frame.f_code for inner_frame in inner_frames}
     # The innermost function that makes both calls, and the functions that make only the second one:
     # what comes before it.
     begin = start[num_common - 1].offset + 1
     for end_frame in (end_frames[num_common - 1], *inner_frames):
-        names = {**end_frame.f_globals, **end_frame.f_locals}
+        values_by_name = {**end_frame.f_globals, **end_frame.f_locals}
         offsets = range(begin, end_frame.f_lasti)
-        for segment in _segments_in(end_frame.f_code, offsets, names, follows_functions=True):
+        for segment in _segments_in(
+            end_frame.f_code, offsets, values_by_name, follows_functions=True
+        ):
             is_inner_function = segment.code in inner_code and segment.code is not end_frame.f_code
             # This loop comes to the functions on the way to the second call.
             if not is_inner_function:
@@ -141,28 +145,30 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
 
 
 def _segments_in(
-    code: CodeType, offsets: range, names: Mapping[str, Any], *, follows_functions: bool
+    code: CodeType, offsets: range, values_by_name: Mapping[str, Any], *, follows_functions: bool
 ) -> Iterator[_Segment]:
     """Yield the instructions of code at some offsets, and the comprehensions and functions in them.
 
     Args:
         code: the code.
         offsets: the offsets of the instructions.
-        names: the values of names in the code.
+        values_by_name: the values of the names in the code.
         follows_functions: whether to yield the user's functions that the instructions name, too.
     """
     instructions: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):
         if instruction.offset in offsets:
             instructions.append(instruction)
-    yield _Segment(code, instructions, names)
+    yield _Segment(code, instructions, values_by_name)
     for instruction in instructions:
         # A comprehension or an inner function.
         if isinstance(instruction.argval, CodeType):
             inner_code = instruction.argval
             offsets_of_all = range(len(inner_code.co_code))
-            yield from _segments_in(inner_code, offsets_of_all, names, follows_functions=False)
-        function = _named_function(instruction, names)
+            yield from _segments_in(
+                inner_code, offsets_of_all, values_by_name, follows_functions=False
+            )
+        function = _named_function(instruction, values_by_name)
         if follows_functions and function is not None:
             code_of_function = function.__code__
             if is_user_file(code_of_function.co_filename):
@@ -207,12 +213,14 @@ def _line_of(instruction: dis.Instruction, code: CodeType) -> int:
     return instruction.positions.lineno
 
 
-def _name_of_function(instruction: dis.Instruction, names: Mapping[str, Any]) -> str | None:
+def _name_of_function(
+    instruction: dis.Instruction, values_by_name: Mapping[str, Any]
+) -> str | None:
     """Return the name that an instruction loads. For a function, the name that it was defined with.
 
     None if the instruction loads no name.
     """
-    function = _named_function(instruction, names)
+    function = _named_function(instruction, values_by_name)
     if function is not None:
         return function.__name__
     if instruction.opname.startswith("LOAD_") and isinstance(instruction.argval, str):
@@ -220,7 +228,9 @@ def _name_of_function(instruction: dis.Instruction, names: Mapping[str, Any]) ->
     return None
 
 
-def _named_function(instruction: dis.Instruction, names: Mapping[str, Any]) -> FunctionType | None:
+def _named_function(
+    instruction: dis.Instruction, values_by_name: Mapping[str, Any]
+) -> FunctionType | None:
     """Return the function that an instruction loads by name. None if it loads none.
 
     In a method, the name may be that of another method of the object.
@@ -228,9 +238,9 @@ def _named_function(instruction: dis.Instruction, names: Mapping[str, Any]) -> F
     if not isinstance(instruction.argval, str) or not instruction.opname.startswith("LOAD_"):
         return None
     if _loads_attribute(instruction):
-        value = getattr(type(names.get("self")), instruction.argval, None)
+        value = getattr(type(values_by_name.get("self")), instruction.argval, None)
     else:
-        value = names.get(instruction.argval)
+        value = values_by_name.get(instruction.argval)
     if not isinstance(value, FunctionType):
         return None
     # Decorators such as torch.no_grad() keep the function that they wrap.

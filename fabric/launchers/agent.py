@@ -792,6 +792,7 @@ class NodeAgent:
         """
         store = self._join_job()
         if store is None:
+            self._main_thread_wakeup.set()
             return
         try:
             has_read_end = False
@@ -829,7 +830,6 @@ class NodeAgent:
             except (OSError, dist.DistError):
                 pass  # machine 0 is not there yet, or has just ended an earlier job
             time.sleep(_INTERVAL)
-        self._main_thread_wakeup.set()
         return None
 
     def _ask_for_admission(self, store: JobStore) -> bool:

@@ -411,7 +411,7 @@ def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
         _check_replacement,
         _check_missing,
         _check_truncated,
-        _check_code,
+        _check_load_runs_no_code,
         _check_fabric_saves,
     )
     for check in checks:
@@ -509,7 +509,7 @@ class _MakesFolder:
         return os.mkdir, (self.path,)
 
 
-def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
+def _check_load_runs_no_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
     """Check that CheckpointIO.load runs no code of the file. save may refuse such an object."""
     path = folder / "code"
     # This folder is made if the object is unpickled.

@@ -233,9 +233,9 @@ class RankPool:
         __tracebackhide__ = True  # pytest then shows the line of the test instead of this one
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         pickled_call = _dump_call(Call(fn, args, kwargs))
-        self._warn_if_replaced(fn)
+        self._warn_of_replaced_attributes(fn)
         # Raises an exception of hypothesis if an example has been shrunk for too long.
-        self._shrinking_budget.admit(pickled_call)
+        self._shrinking_budget.reject_if_exceeded(pickled_call)
         if timeout is None:
             timeout = self.timeout
         if self._debug is not None:
@@ -252,7 +252,7 @@ class RankPool:
                 self._shrinking_budget.record_failure(monotonic() - start)
                 self._end_failed_call(fn, error)
                 raise
-            self._warn_again()
+            self._repeat_warnings_of_ranks()
             return results
 
     def _call_ranks(self, fn: Callable[..., Any], pickled_call: bytes, timeout: float) -> list[Any]:
@@ -356,7 +356,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _warn_if_replaced(self, fn: Callable[..., Any]) -> None:
+    def _warn_of_replaced_attributes(self, fn: Callable[..., Any]) -> None:
         """Warn of attributes that were replaced in this process, but not on the ranks.
 
         For example, a test has used ``monkeypatch`` in place of :meth:`patch`.
@@ -374,8 +374,8 @@ class RankPool:
                     stacklevel=3,  # the line that calls run()
                 )
 
-    def _warn_again(self) -> None:
-        """Give the warnings of the ranks' replies again in this process.
+    def _repeat_warnings_of_ranks(self) -> None:
+        """Give the warnings of the ranks again in this process. They came with the replies.
 
         Raises:
             Warning: a filter turns a warning into an error.
@@ -445,7 +445,7 @@ class RankPool:
                 self._call_times.record_hang(fn)
         # A filter may turn a warning into an error, which must not replace `error`.
         with suppress(Warning):
-            self._warn_again()
+            self._repeat_warnings_of_ranks()
         self._end(grace=0.0)
 
     def _send_to_all(self, supervisor: Supervisor, message: bytes) -> None:

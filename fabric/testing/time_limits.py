@@ -99,10 +99,10 @@ class ShrinkingBudget:
         self._max_seconds = seconds
         self._run = _TestRun(frame=None)
 
-    def admit(self, pickled_call: bytes) -> None:
+    def reject_if_exceeded(self, pickled_call: bytes) -> None:
         """Reject a call of a new example if the failing calls of this test have taken too long.
 
-        The pool calls this method before each call. Two calls are always admitted: one that was
+        The pool calls this method before each call. Two calls are never rejected: one that was
         made before, since hypothesis repeats examples, and a call of the example that hypothesis
         reports in the end.
 

@@ -240,8 +240,8 @@ class _Recorder:
     def record_samples(self, batch: Any) -> None:
         """Record a hash of each sample of a batch.
 
-        The first tensor of the batch has a row for each sample. The hash of a sample is made from
-        its rows in all tensors with as many rows.
+        The first tensor of the batch has a row for each sample. So do the tensors of equal length.
+        The hash of a sample is made from its row in each of these tensors.
         """
         leaves, _ = flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _has_rows(leaf)]
@@ -392,7 +392,7 @@ class Fingerprint(SessionObserver):
         # The optimizers that _before_step() is registered with.
         self._hooked_optimizers: WeakSet[Optimizer] = WeakSet()
         # The id() of the optimizer whose step() runs. None between steps.
-        self._stepping_id: int | None = None
+        self._stepping_optimizer_id: int | None = None
         # close() closes this stack, which removes the hooks.
         self._hooks = ExitStack()
         self.is_active = True
@@ -568,11 +568,11 @@ class Fingerprint(SessionObserver):
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """Record the options and the gradients of a step. A step pre-hook of each optimizer."""
-        if self._stepping_id is not None:
+        if self._stepping_optimizer_id is not None:
             # The step() of a subclass calls the step() of its base class. torch calls the hooks for
             # both, and only the outer one counts.
             return
-        self._stepping_id = id(optimizer)
+        self._stepping_optimizer_id = id(optimizer)
         # Set even if this step is not recorded, since _after_step() counts all steps.
         if self._first_optimizer_id is None:
             self._first_optimizer_id = id(optimizer)
@@ -598,11 +598,12 @@ class Fingerprint(SessionObserver):
 
         torch calls this method after each step of any optimizer.
         """
-        if self._stepping_id != id(optimizer):
-            # The optimizer is not set up. Or this is the outer step() of a subclass, and the inner
-            # step() of its base class has called this method already.
+        if self._stepping_optimizer_id != id(optimizer):
+            # _before_step() sets the id, but not for an optimizer that is not set up. In the outer
+            # step() of a subclass the id is None again: the inner step() of its base class has
+            # called this method already.
             return
-        self._stepping_id = None
+        self._stepping_optimizer_id = None
         is_first = self._first_optimizer_id == id(optimizer)
         if self._is_recording():
             # State comes first, as the optimizer computes the parameters from it.

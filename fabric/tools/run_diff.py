@@ -189,6 +189,10 @@ class _Step:
     replicas: Sequence[int]
     samples: Sequence[Sequence[int]]
 
+    def has_samples(self) -> bool:
+        """Return whether the samples of the step are known. False if the loader was not set up."""
+        return any(self.samples)
+
     def sample_counts(self) -> Counter[int]:
         """Return how often each sample occurs in the batches of all replicas, by its hash."""
         counts: Counter[int] = Counter()
@@ -460,8 +464,7 @@ class _Comparison:
         # Equal samples of different dtypes have different hashes.
         if first.batch_dtypes() != second.batch_dtypes():
             return
-        has_samples = any(first.samples) and any(second.samples)
-        if not has_samples:
+        if not first.has_samples() or not second.has_samples():
             return
         first_counts = first.sample_counts()
         second_counts = second.sample_counts()
@@ -512,8 +515,7 @@ class _Comparison:
         """
         if self.close is None or first.num_micro_batches() == second.num_micro_batches():
             return False
-        has_samples = any(first.samples)
-        return has_samples and first.sample_counts() == second.sample_counts()
+        return first.has_samples() and first.sample_counts() == second.sample_counts()
 
     def _differences_across_layouts(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values that differ among those that do not depend on the layout."""

@@ -184,7 +184,7 @@ class Timeline(SessionObserver):
         self._hooks.callback(before_step.remove)
         after_step = register_optimizer_step_post_hook(self._after_step)
         self._hooks.callback(after_step.remove)
-        self._record_between("backward", session.backward_hooks)
+        self._record_passes("backward", session.backward_hooks)
         recorder = session.runtime.recorder
         if recorder is not None:
             earlier_context = recorder.collective_context
@@ -212,7 +212,7 @@ class Timeline(SessionObserver):
         broadcast its buffers.
         """
         contract = model._fabric_contract
-        self._record_between("forward", model._fabric_hooks)
+        self._record_passes("forward", model._fabric_hooks)
         if contract.is_sharded:
             wrap_collectives(model._fabric_prepared, self._around_collective, self._hooks)
             return
@@ -281,7 +281,8 @@ class Timeline(SessionObserver):
     def totals(self) -> dict[int, _PhaseTimes]:
         """Return the times of each phase of the latest rounds, by number of the round.
 
-        Disturbed rounds are left out. If all finished rounds are disturbed, the result has only the
+        Disturbed rounds, which had work outside of the loop or a wait for the device, are left out.
+        If all finished rounds are disturbed, the result has only the
         last one. If none is finished, the result has the current round. Waits for the device.
         """
         # A disturbed round has the number 0.
@@ -307,8 +308,8 @@ class Timeline(SessionObserver):
         if self._is_cuda:
             torch.accelerator.synchronize()
 
-    def _record_between(self, name: str, hooks: Hooks) -> None:
-        """Record what runs between the hooks as spans of this name, until :meth:`close`."""
+    def _record_passes(self, name: str, hooks: Hooks) -> None:
+        """Record each pass that has these hooks as a span of this name, until :meth:`close`."""
         before = partial(self._begin_span, name)
         after = partial(self._end_span, name)
         # First in both lists: the time of other hooks before the phase counts as part of the phase,

@@ -24,7 +24,7 @@ from fabric._torch import (
     is_in_backward,
     unfinished_backward_check,
 )
-from fabric.diagnostics.bypass import call_of_method, callable_submodules
+from fabric.diagnostics.bypass import callable_submodules, running_method_text
 from fabric.errors import UsageError
 from fabric.strategies.fsdp.lent_gradients import LentGradients
 from fabric.strategies.fsdp.parameters import ShardedParameters
@@ -174,8 +174,11 @@ class ShardedForward:
         # In a backward pass, the user's own activation checkpointing calls submodules again.
         if is_in_forward or is_in_backward():
             return
-        # A call such as "model.encode(...)" if a public method of the model calls the submodule.
-        call = call_of_method(self.root) or f"{path}(...)"
+        # For example "model.encode(...)", if this method of the model is running and has called the
+        # submodule. Empty if no public method of the model is running.
+        call = running_method_text(self.root)
+        if call == "":
+            call = f"{path}(...)"
         raise UsageError(
             f"{call} on rank {self._rank}",
             problem="its parameters are sharded over the ranks, and are gathered only in a forward "

@@ -129,7 +129,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
         fsdp_modules = _choose_by_module(root, policy)
     else:
         fsdp_modules = []
-        _append_by_size(fsdp_modules, root, root, policy)
+        _append_by_size(fsdp_modules, module=root, root=root, policy=policy)
     shared = _parameters_with_several_owners(root, fsdp_modules)
     if shared:
         # For example "embedding.weight and head.weight", two names of one parameter.
