@@ -395,13 +395,14 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
         "torch.serialization.add_safe_globals allows: checkpoint_io=FullCheckpoint()"
     )
     if isinstance(value, argparse.Namespace):
-        last_key = path[-1] if path else "args"
-        suggestion = f"{{{last_key!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
+        # For example "{'args': vars(args)}": the same entry, with a dict as its value.
+        entry_name = path[-1] if path else "args"
+        suggestion = f"{{{entry_name!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
     return ArgumentTypeError(
         f"save {expression}, a {kind.__module__}.{kind.__qualname__}",
         problem,
-        expected="tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and "
-        "sets of these, by exact type",
+        expected="tensors (not on the meta device), numbers, strings, bytes, None, and dicts, "
+        "lists, tuples and sets of these, by exact type",
         suggestion=suggestion,
     )
 

@@ -358,7 +358,7 @@ def refuse_second_derivatives(root: nn.Module) -> None:
                 "layers are split",
                 problem="torch's collectives of split layers have no second derivatives, and the "
                 "gradients of these gradients would be wrong",
-                expected="tensor parallelism for losses without gradients in them",
+                expected="with tensor parallelism, a loss that is not computed from gradients",
                 suggestion='Fabric(strategy="ddp")',
             )
 
