@@ -1267,8 +1267,8 @@ class Fabric:
 
         Raises:
             UsageError: the strategy does not support different numbers of batches. FSDP, for
-                example, does not. Within the context: a collective of the whole job, or a forward
-                pass without gradients.
+                example, does not. Within the context, a collective of the whole job and a forward
+                pass without gradients raise this error.
         """
         models = find_fabric_modules("join", module)
         session = self._ensure_session("join")

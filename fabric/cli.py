@@ -418,6 +418,7 @@ def _restart_limit(text: str) -> _RestartLimit:
 
 def _consolidate(options: argparse.Namespace) -> int:
     """Run ``fabric consolidate``, and return the exit code."""
+    # See [Note: late imports].
     from fabric.checkpoint.consolidate import consolidate
 
     written_path = consolidate(
@@ -432,6 +433,7 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     """Run ``fabric plan``, and return the exit code: 1 if the memory is not enough."""
+    # See [Note: late imports].
     from fabric.tools.dry_run import plan
 
     # The command `fabric` lacks the working directory in its path. Users' modules are there.
@@ -597,6 +599,7 @@ def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
 
     A *generation* is one start of the ranks on all machines.
     """
+    # See [Note: late imports].
     from fabric.launchers.agent import AgentConfig, NodeAgent
 
     options = attempts.options
@@ -626,6 +629,7 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
 
     ``Fabric()`` in the script reads the variables.
     """
+    # See [Note: late imports].
     from fabric._plan import AFTER_SCRIPT_SUFFIX, RUN_VARIABLES
 
     variables: dict[str, str] = {}
@@ -788,6 +792,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
     Raises:
         ConfigurationError: the options do not fit each other or this machine.
     """
+    # See [Note: late imports].
     from fabric._plan import resolve_plan
     from fabric.launchers import InlineLauncher
     from fabric.launchers.base import node_worlds

@@ -134,8 +134,8 @@ class StateDicts:
         """
         prepared = self.prepared_module(module)
         expected = self.strategy.get_module_state_dict(prepared, sharded=True)
-        # The values get the names of the prepared module. These may contain the wrapper modules of
-        # torch.compile, which a checkpoint leaves out.
+        # A checkpoint has plain names. Here the values get the names of the prepared module, which
+        # may contain wrapper modules of torch.compile.
         renamed = uncompiled_state(content, expected)
         self.strategy.load_module_state_dict(prepared, renamed, strict)
 

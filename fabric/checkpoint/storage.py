@@ -127,8 +127,8 @@ class RemotePath:
         """Yield a binary file that is uploaded when the block ends without an error.
 
         The upload replaces the object at this path. The name of the local file ends in a unique ID
-        and ``.tmp``, like the temporary files of :func:`atomic_write`. A sharded save takes its ID
-        from this name.
+        and ``.tmp``, like the temporary files of :func:`atomic_write`, which calls this method. A
+        sharded save calls :func:`atomic_write`, and reads its ID from the name.
         """
         suffix = f".{secrets.token_hex(6)}.tmp"
         with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=suffix) as file:

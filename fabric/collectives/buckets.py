@@ -215,7 +215,8 @@ class Bucket:
     def _unpack_stacked(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None) -> None:
         """Replace all leaves, which are 0-dim tensors, by the rows of a buffer.
 
-        See :meth:`unpack` for the arguments. The buffer has no gradient.
+        See :meth:`unpack` for the arguments. The shape of the buffer is ``(n,)`` for ``n`` leaves,
+        or ``(num_ranks, n)`` unless ``num_ranks`` is None. The buffer has no gradient.
         """
         # All tensors were stacked, so they have one device.
         device = self.tensors[0].device

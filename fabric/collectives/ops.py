@@ -273,7 +273,8 @@ def _exchange(
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
         buffers: list[Tensor] = []
-        # Results for Python numbers are read from the device at once, those for tensors later.
+        # Whether this call waits for the device. Results for Python numbers are read from the
+        # device at once, and results for tensors stay there.
         reads_result = False
         for bucket in buckets:
             buffers.append(bucket.new_buffer(communicator.device, op))
@@ -285,7 +286,9 @@ def _exchange(
         raise
 
     reduction_text = "" if op is None else f"{op} of "
-    # Read now, because describe_arguments() may be called later, while autograd is off.
+    # For errors and reports. The signature leaves out which tensors require a gradient, because
+    # without a backward pass ranks may differ in this. Read now, because describe_arguments() may
+    # be called later, while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:
@@ -592,6 +595,7 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
     """
     factors = []
     for bucket in buckets:
+        # The results are not in the bucket: it still has the numbers that this rank has passed.
         if bucket.dtype is torch.int64:
             factors += map(float, bucket.numbers)
     if not factors:

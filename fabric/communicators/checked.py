@@ -116,7 +116,8 @@ class _Rows:
         group_size: the number of ranks.
 
     Attributes:
-        copies: the row of this rank, once for each rank, as 64-bit integers.
+        copies: the row of this rank, once for each rank, as 64-bit integers. A process group may
+            send one copy to each rank, and would otherwise make the copies in every call.
         row: the first of the copies.
         copied_data: the view of the data in ``copies``, of shape ``(group_size, num_elements)``.
         received: the rows of all ranks, in rank order, as 64-bit integers.

@@ -218,6 +218,8 @@ def _are_gathered_equally(first: ActiveLoop, second: ActiveLoop) -> bool:
 
 
 def _describe(loop: ActiveLoop) -> str:
+    """Return a text for the loader of a loop: its dataset, and the length of an epoch if known."""
+    # The sampler or dataset that makes the order of an epoch.
     length = length_of(loop.spec.order_source)
     name = type(loop.spec.dataset).__name__
     if length is None:
@@ -249,6 +251,8 @@ def _layout(loop: ActiveLoop) -> _BatchLayout:
     """Return the layout of the batch that the user has received last from a loop."""
     spec = loop.spec
     is_uneven = _is_uneven(spec)
+    # Not needed if batches are uneven: each rank then sends the rows that it has, and only a whole
+    # batch may be a repetition.
     size = _UNKNOWN_SIZE
     if not is_uneven:
         size = _batch_size(spec, loop.position)

@@ -167,14 +167,16 @@ def load_rank_states(
         state: the user's objects by name.
         saved: results of :func:`rank_states`, at least one. With the same number of ranks, the
             first is the saved result of this rank. With another number, these are the results of
-            some saved ranks, and each saved rank's result is passed on some rank of this job.
+            some of the saved ranks. The ranks of this job together pass those of all saved ranks.
         saved_size: the number of ranks at the save.
         size: the number of ranks now.
         strict: whether a metric that cannot be restored is an error. If not, the metric is left as
             it is.
 
     Raises:
-        CheckpointError: the states are of another number of ranks, or of other metrics.
+        CheckpointError: the states are of another number of ranks, or of other metrics. Only some
+            ranks may raise, since each rank sees a part of the saved states. The caller then raises
+            on all ranks.
     """
     is_same_size = size == saved_size
     # All ranks have saved the same names, so the first result has all names.

@@ -412,7 +412,8 @@ def _check_order(loader: DataLoader[Any], sampler: Any, request: ShardRequest) -
     """Raise a ConfigurationError if the order cannot be sharded as requested.
 
     A sampler that shards by itself must do so for this rank and number of ranks. The order of any
-    other sampler is sharded by fabric, so ``uneven`` must be ``"pad"`` or ``"drop"``.
+    other sampler is sharded by fabric. Then ``uneven`` must be ``"pad"`` or ``"drop"``, and not one
+    of ``_LOCKSTEP_POLICIES``, which are for data that fabric does not shard.
     """
     sampler_shard = _sampler_shard(sampler)
     rank = request.rank

@@ -57,6 +57,7 @@ class ClippingCheck:
         """Record the norms of the gradients. Called after each backward pass."""
         for optimizer in optimizers:
             self._recorded_norms[optimizer] = _gradient_norms(optimizer)
+        # The checks before the step look at the user's code that runs after this position.
         self._backward_positions = code_positions(sys._getframe())
 
     def warn_of_reads(self, optimizer: Optimizer, turn_off: str) -> None:

@@ -82,7 +82,7 @@ def _without_wrappers(module: nn.Module) -> nn.Module:
 
 
 def _names_of_layers_that_need_training_mode(model: nn.Module) -> list[str]:
-    """Return the names and classes of layers that are in evaluation mode and compute differently.
+    """Return names and classes of layers in evaluation mode whose outputs depend on the mode.
 
     Args:
         model: a module in evaluation mode.

@@ -32,7 +32,8 @@ def compose_report(
         reason: why there is a report, if the user requested it. Empty, the default, means that the
             requester waits.
         deadlocked: the ranks that can never go on, if the report ends the job. The report then
-            begins with the proof, so that all reports on one mistake begin alike.
+            begins with the proof of this, which is the same text whichever rank has requested the
+            report.
 
     Returns:
         The text. Empty if the requester does not wait after all: it is not in a collective or
@@ -43,7 +44,7 @@ def compose_report(
     if is_requested_by_user:
         waiting_rank = _longest_waiting(states)
     waiting = states[waiting_rank]
-    # A state without members stands for all ranks.
+    # Empty members mean that all ranks must make the call.
     wait = Wait(states, waiting, members=waiting.members or tuple(states))
     is_waiting = waiting.is_inside or bool(wait.missing_ranks)
     if not is_requested_by_user and not is_waiting:
@@ -57,7 +58,7 @@ def compose_report(
         max_stacks = len(states)
     if is_waiting:
         lines.append(_describe_wait(states, waiting_rank))
-    # The proof names the calls, and the mistake need not be in the call of the waiting rank.
+    # The proof has named the calls of deadlocked ranks already, and any of them may be the mistake.
     if waiting_rank not in deadlocked:
         lines += _describe_call(wait)
     if is_requested_by_user:

@@ -368,7 +368,7 @@ class HangReporter:
         content = json.dumps([self.store.rank, user_request]).encode()
         # If another rank has requested this report before, its request counts.
         request = self.store.set_if_absent(f"request/{next_number}", content)
-        self._publish_state(request)
+        self._publish_state(request)  # sets _latest_number to next_number
         self._compose_and_print(request)
 
     def _answer_request(self) -> None:

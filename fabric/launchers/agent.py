@@ -494,6 +494,7 @@ class _Coordinator:
         """
         if self._config.allows_restart(now, self._restart_times):
             return True
+        # A user who sets a short --node-timeout wants a failed job to end soon.
         grace = min(_MAX_FAILURE_GRACE, self._config.node_timeout)
         return now - self._causes[0].time > grace
 

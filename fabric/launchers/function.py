@@ -378,6 +378,8 @@ def _take_over(state: _LauncherState) -> None:
     # Sets sys.path. This comes before the call is loaded, which may import modules from there.
     multiprocessing.spawn.prepare(state.preparation)
     for setter_name, value in state.torch_settings.items():
+        # Imported only if there is a setting: the import takes seconds, and the call may not need
+        # torch.
         set_value = getattr(import_module("torch"), setter_name)
         set_value(value)
 

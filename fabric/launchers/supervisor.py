@@ -835,7 +835,9 @@ class Supervisor:
         self.collect_until(timeout, should_stop)
         cpu_after = processor_seconds(ranks)
         if cpu_before is None or cpu_after is None:
-            return True  # the main thread of a rank does not sleep
+            return True  # the main thread of a rank does not sleep, or its state is unknown
+        # For a wait of RESPONSE_TIME. A shorter timeout is the last one before the caller gives up,
+        # and the result then does not matter.
         max_seconds_of_idle_ranks = _IDLE_LOAD * RESPONSE_TIME
         is_busy = cpu_after - cpu_before >= max_seconds_of_idle_ranks
         has_rank_ended = self._running_ranks() != ranks

@@ -231,6 +231,7 @@ def _next_version(parent_folder: Path) -> int:
     """Return the number after the largest ``k`` of the names ``version_k`` in a folder, or 0."""
     next_version = 0
     for name in os.listdir(parent_folder):
+        # A name that is only a number counts, too. At worst, this skips a number.
         number = name.removeprefix("version_")
         if number.isdecimal():
             next_version = max(next_version, int(number) + 1)
@@ -280,7 +281,7 @@ class CSVLogger(_RunLogger):
         self.append_row({"step": _as_integer(step), **values})
 
     def append_row(self, row: Mapping[str, Any], *, sorts_columns: bool = False) -> None:
-        """Append a row of values, which are written as they are, such as a text.
+        """Append a row of values. A value need not be a number: a text is written unchanged.
 
         Args:
             row: the values by the names of the columns.

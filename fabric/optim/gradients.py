@@ -177,9 +177,9 @@ def _has_changed(parameter: Tensor, version: object) -> bool:
 def gradient_fingerprint(optimizer: Optimizer) -> object:
     """Return a value that changes when an optimizer's gradients are cleared or changed.
 
-    The value consists of the identity and the in-place versions of the optimizer's first gradient.
-    It is None without gradients. This function does not wait for a device. Changes through
-    ``grad.data`` do not change the value.
+    The value consists of the identity of the optimizer's first gradient and of its two in-place
+    versions: that of the tensor and that of its local part. It is None without gradients. This
+    function does not wait for a device. Changes through ``grad.data`` do not change the value.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -68,10 +68,12 @@ class ParameterLists:
             self._cleanup.callback(self._hook.remove)
         # The base class's method is called, since overrides expect a module with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
-        # _before_step makes the gradients equal on all ranks before each step.
+        # Unlike with shards, ranks do not step with different gradients: _before_step() makes the
+        # gradients equal on all ranks.
         contract = replace(contract, gradients_may_differ=False)
         if self._strategy.is_distributed:
-            # ``replicated`` is compared between the ranks during training, ``replicas`` by saves.
+            # All parameters are equal on all ranks. Training compares ``replicated`` between the
+            # ranks, and a save compares ``replicas``.
             contract = replace(
                 contract, replicated=contract.parameters, replicas=contract.parameters
             )

@@ -159,7 +159,11 @@ class WeightSums:
         return weight.device.type == self._device.type
 
     def _mean_over_ranks(self, weight: LossWeight) -> Tensor:
-        """Return the mean of the ranks' loss weights, in float64. Collective."""
+        """Return the mean of the ranks' loss weights, in float64. Collective.
+
+        The gradients are to be divided by the sum of the weights. They are means over the ranks,
+        which divides them by the number of ranks already, so the mean of the weights remains.
+        """
         total = weight
         if self._communicator.size > 1:
             total = all_reduce(self._communicator, weight, Reduce.SUM)

@@ -46,9 +46,9 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     """Check that communicators behave as :class:`fabric.communicators.Communicator` documents.
 
     Args:
-        run: calls a function on all ranks, each with its own communicator, and raises if the
-            function raises on any rank. For example
-            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The functions
+        run: a function with one argument, a check. It calls ``check(communicator)`` on all ranks,
+            with a communicator of the rank, and raises if the check raises on any rank. For example
+            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks
             are module-level functions, so that they can be pickled.
 
     Raises:

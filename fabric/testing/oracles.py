@@ -106,10 +106,12 @@ def all_gather(
 def reduce_scatter(
     values: Sequence[Tree], reduce_op: str | Callable[[Any, Any], Any] = "mean"
 ) -> list[Tree]:
-    """Return, on rank ``r``, row ``r`` of the reduction of each leaf.
+    """Return the result of each rank: for rank ``r``, row ``r`` of the reduction of each leaf.
 
-    A leaf has one row per rank: a shape ``(size, *s)`` becomes ``s``. See :func:`all_reduce`. If
-    ``reduce_op`` is a function, a value is a sequence of one object per rank.
+    A leaf has one row per rank: a shape ``(size, *s)`` becomes ``s``. See :func:`all_reduce` for
+    the arguments. If ``reduce_op`` is a function, values have no leaves with rows. Each value is
+    then a sequence of one object per rank, and the result for rank ``r`` is the reduction of the
+    objects at index ``r``.
 
     Raises:
         TypeError: a leaf is no tensor, and so has no rows.

@@ -686,11 +686,14 @@ class FSDPStrategy(ParallelStrategy):
             gradients_may_differ=True,
             # These have to be equal on all ranks after a step.
             replicated=lambda: replicated,
-            # Saves compare these between the ranks that hold the same shards.
+            # Saves compare these between the ranks that hold the same shards. Buffers are read at
+            # each save, since a module may replace them.
             replicas=partial(_with_buffers, parameters, root),
             unreduced=forward.unreduced_parameters,
+            # See [Note: Lent gradients] in lent_gradients.py.
             take_back_gradients=forward.lent_gradients.take_back,
-            # Called in every step. partial and attrgetter run in C, which is faster than a lambda.
+            # The number of backward passes that have left unreduced gradients. Called in every
+            # step: partial and attrgetter run in C, which is faster than a lambda.
             unreduced_passes=partial(attrgetter("num_passes"), forward.unreduced),
             # Offloaded shards are copied to the device in the background: reshard has to wait for
             # the copies.

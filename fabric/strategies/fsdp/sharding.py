@@ -481,6 +481,7 @@ def _has_step_for_shards(
     if not sharded:
         return True
     if isinstance(optimizer, optim.LBFGS):
+        # The step flattens the gradients to make one vector of them.
         return all(_can_flatten(parameter, num_shards) for parameter in sharded)
     # Adafactor changes the norm of a DTensor in place, and Rprop writes to a DTensor through a
     # mask. torch supports neither.
