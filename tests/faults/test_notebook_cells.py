@@ -206,8 +206,8 @@ assert png["image/png"], png
 """
 
 
-def test_a_cell_shows_a_plot_as_a_picture(notebook):
-    reply = notebook.run(PLOT.format(folder=str(notebook.directory / "run")))
+def test_a_cell_shows_a_plot_as_a_picture(notebook, tmp_path):
+    reply = notebook.run(PLOT.format(folder=str(tmp_path / "run")))
     assert reply["status"] == "ok", reply["evalue"]
 
 
