@@ -36,8 +36,8 @@ MARK = "FABRIC_TESTS_RUN"
 REPLICA_CHECK = Path(__file__).with_name("check_replicas")
 # Two caches live as long as this process: torch's compiler and multiprocessing's sockets have them.
 CACHES = ("torchinductor_", "pymp-")
-# Modules that fabric imports when they are needed, and modules of the tests. Each rank that is forked
-# from the server would import them.
+# Modules that fabric imports when they are needed, and modules of the tests. Each rank that is
+# forked from the server would import them.
 MODULES_OF_RANKS = (
     "fabric.checkpoint.full_tensors",
     "fabric.checkpoint.save_load",

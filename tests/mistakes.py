@@ -511,11 +511,13 @@ MISTAKES_OF_RANKS = [
     Mistake(
         "for inputs, targets in plain: fabric.backward(model(inputs).mean()); optimizer.step()",
         "loader = fabric.setup_dataloaders(loader)",
-        "for inputs, targets in fabric.setup_dataloaders(plain): fabric.backward(model(inputs).mean()); optimizer.step()",
+        "for inputs, targets in fabric.setup_dataloaders(plain): "
+        "fabric.backward(model(inputs).mean()); optimizer.step()",
     ),
     Mistake(
         "for inputs, targets in fabric.setup_dataloaders(plain):\n"
-        "    fabric.backward(nn.functional.cross_entropy(model(inputs), targets, reduction='sum'))\n"
+        "    loss = nn.functional.cross_entropy(model(inputs), targets, reduction='sum')\n"
+        "    fabric.backward(loss)\n"
         "    optimizer.step()",
         'fabric.backward(loss, reduce="sum")',
         "for inputs, targets in fabric.setup_dataloaders(plain):\n"

@@ -35,7 +35,7 @@ SHORT = timedelta(seconds=10)
 LONG_TEXT = ", ".join(f"'metric {i}': float32 ()" for i in range(64))
 
 
-# -- the text of an error -------------------------------------------------------------------------------------
+# -- the text of an error --------------------------------------------------------------------------
 
 
 def call(operation="all_reduce", data="", where="train.py:1", **facts):
@@ -107,7 +107,7 @@ def run_in_threads(functions):
 
 
 def errors_of_ranks(schedules):
-    """Run a schedule of barriers in a thread for each rank, and return each rank's error or None."""
+    """Run a schedule of barriers in a thread for each rank. Return each rank's error or None."""
     store = dist.HashStore()
     errors = [None] * len(schedules)
 

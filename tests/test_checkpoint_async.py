@@ -28,7 +28,7 @@ UNWRITABLE = Path("/proc/fabric/state.pt")
 
 
 class Gated:
-    """A format that writes nothing before its gate is open, and notes the begin and end of saves."""
+    """A format that writes nothing before its gate is open, and notes when saves begin and end."""
 
     gate: threading.Event  # set in the process that saves, since an event cannot be pickled
 

@@ -1,4 +1,4 @@
-"""Laws of a folder of checkpoints, through saves, damage, failing reads, restarts and other owners."""
+"""Laws of a folder of checkpoints: saves, damage, failing reads, restarts and other owners."""
 
 import errno
 import math

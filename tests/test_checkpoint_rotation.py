@@ -350,7 +350,8 @@ torch.set_num_threads(1)
 disk = sys.argv[1]
 for io in FullCheckpoint(), ShardedCheckpoint():
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", disk], check=True)
-    with Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none") as fabric:
+    strategy = SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io)
+    with Fabric(strategy=strategy, environment="none") as fabric:
         checkpoints = fabric.checkpoints(disk, keep=1, best=("loss", "min"))
         checkpoints.save(0, {"x": torch.zeros(500_000)}, {"loss": 0.0}, async_=False)
         checkpoints.save(1, {"x": torch.ones(500_000)}, {"loss": 1.0}, async_=False)

@@ -1,4 +1,4 @@
-"""A gradient through a collective is the gradient of the sum over ranks of each rank's local loss."""
+"""A gradient through a collective is the gradient of the sum of all ranks' local losses."""
 
 import gc
 import weakref

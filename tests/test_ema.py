@@ -211,7 +211,7 @@ def step_once(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, batc
 
 
 def check_outputs(model: Any, ema: ExponentialMovingAverage, batch: Tensor) -> None:
-    """Check that passes inside of ``applied()`` see the averages, and passes after it the weights."""
+    """Check that passes inside ``applied()`` see the averages, and later passes the weights."""
     averages = full_state(ema.state_dict())
     reference, _ = make()
     reference.load_state_dict(averages, strict=False)

@@ -243,7 +243,7 @@ def test_two_threads_may_launch_at_once(forkserver):
 
 
 def state_of_this_process():
-    """Return the signal handlers, the blocked signals, and the number of objects never collected."""
+    """Return the signal handlers, the blocked signals, and the number of frozen objects."""
     handlers = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         handlers.append(signal.getsignal(number))

@@ -589,7 +589,7 @@ def train_with_an_overflow(fabric: Fabric, bad_rank: int = 0) -> list[StepState]
 
 
 def skipped_steps_of_a_sum(fabric: Fabric) -> list[bool]:
-    """Return which steps overflow. The loss is the sum over two samples, the first of them large."""
+    """Return which steps overflow. The loss is the sum over two samples. The first one is large."""
     torch.manual_seed(0)
     model, optimizer = set_up_with_sgd(fabric, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     samples = torch.tensor([[4.0], [0.01]]).expand(2, 4)

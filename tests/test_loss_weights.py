@@ -490,7 +490,7 @@ def test_weights_on_a_device_are_not_read_before_the_next_step(
 
 
 def collect_refusals(fabric: Fabric) -> tuple[list[str], float]:
-    """Return the outcomes of three calls that only the ranks together can refuse, and the weight."""
+    """Return the weight, and the outcomes of three calls that only all ranks can refuse."""
     model, optimizer = set_up_linear(fabric)
     # The weight is an integer on rank 1 and a float on rank 0.
     weight = 3.0

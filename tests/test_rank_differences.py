@@ -71,7 +71,7 @@ def step_with_different_learning_rates(fabric: Fabric) -> str:
     return text
 
 
-# These replicas drift apart. They are compared in saves alone, so that the error of the step is seen.
+# These replicas drift apart. Only saves compare them, so that the error of the step is seen.
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_step_that_one_rank_makes_alone_is_an_error(strategy: str) -> None:
     with pytest.raises(RankFailedError, match="rank 1 has made step 1, before this backward pass"):

@@ -171,7 +171,9 @@ DRIFTS: Mapping[Callable[[Loop], object], str] = {
     decay_more: "weight_decay of AdamW differs: 0.01 on ",
     skip_average: "the number of updates of the averages of Masked differs: ",
     change_parameter: "no other parameter differs: it was changed outside of optimizer.step()",
-    change_all_parameters: "the state of the optimizer is equal: the parameters were changed outside",
+    change_all_parameters: (
+        "the state of the optimizer is equal: the parameters were changed outside"
+    ),
     change_state: "exp_avg of first.weight of Masked in AdamW differs",
     reset_state: "the number of steps in the state of the optimizer differs: ",
 }
@@ -216,7 +218,7 @@ NAMES_ON_MESH = ["clip_harder", "flip_bit", "change_state", "decay_more"]
 
 
 def test_a_save_names_each_kind_of_drift_under_ddp(tmp_path: Path) -> None:
-    # The default, whatever --check-replicas says: a comparison in a step would come before the save.
+    # The default, even with --check-replicas: a comparison in a step would come before the save.
     outcomes = run_in_ranks(
         save_after_drift, tmp_path, ["no drift", *NAMES], ranks=3, check_replicas=True
     )
@@ -307,7 +309,7 @@ def save_after_load_on_one_rank(fabric: Fabric, folder: Path, trained: Loop) -> 
 
 
 def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None:
-    # The default, whatever --check-replicas says: a comparison in a step would come before the save.
+    # The default, even with --check-replicas: a comparison in a step would come before the save.
     for outcomes in run_in_ranks(save_after_changes, tmp_path, check_replicas=True):
         assert outcomes["statistics"] == "fine"
         for kind in ("buffer", "background", "kept"):
@@ -321,7 +323,7 @@ def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None
         assert "it was loaded on these ranks alone" in outcomes["loaded"]
 
 
-# -- what is meant to differ ------------------------------------------------------------------------
+# -- what is meant to differ -----------------------------------------------------------------------
 
 
 def train_what_differs(fabric: Fabric, folder: Path) -> None:

@@ -277,8 +277,8 @@ def test_the_clocks_of_a_trace_are_those_of_rank_0(tmp_path: Path) -> None:
     first = [span for span in spans(events, 0) if "barrier" in span.name]
     second = [span for span in spans(events, 1) if "barrier" in span.name]
     for left, right in zip(first, second, strict=True):
-        # No rank leaves a barrier before all ranks have come, up to the 20 ms by which the clocks of a
-        # busy machine differ.
+        # No rank leaves a barrier before all ranks have come, up to the 20 ms by which the clocks
+        # of a busy machine differ.
         assert max(left.begin, right.begin) < min(left.end, right.end) + 20e3
 
 

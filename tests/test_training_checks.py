@@ -184,9 +184,8 @@ MISTAKES: dict[Case, str] = {
     ),
     unused_parameter: ("no gradient has arrived at left_out.weight, left_out.bias of PartlyUnused"),
     unfrozen_parameter: (
-        "these parameters were frozen or absent when it was set up, so their gradients would not be "
-        "synchronized: "
-        "encoder"
+        "these parameters were frozen or absent when it was set up, so their gradients would not "
+        "be synchronized: encoder"
     ),
     unfrozen_module: "their gradients would not be synchronized: weight",
 }

@@ -24,7 +24,7 @@ from tests.test_docs import script
 ROOT = Path(__file__).parents[1]
 # The methods of Fabric whose calls in examples and on pages must have types.
 TYPED_METHODS = ("setup", "setup_module", "setup_dataloaders", "all_reduce")
-# Pages whose loops have no error in pyright's strict mode, apart from what torch's annotations lack.
+# Pages whose loops have no error in pyright's strict mode, except for gaps in torch's annotations.
 STRICT_PAGES = ("README.py", "docs_tutorial.py")
 STRICT = """
 # pyright: strict, reportUnknownMemberType=false, reportPossiblyUnboundVariable=false

@@ -1,4 +1,4 @@
-"""A rank that waits for long leads to a report of which ranks made the call, and where the others are."""
+"""A report about a rank that waits for long names the ranks in the call, and where others are."""
 
 import ctypes
 import faulthandler

@@ -104,7 +104,8 @@ def table() -> str:
         total.add(module, name)
     rows["**all**"] = total
     lines = [
-        "| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes, Trainer |",
+        "| part of `lightning.fabric` | imports | resolve "
+        "| XLA, DeepSpeed, bitsandbytes, Trainer |",
         "|---|--:|--:|--:|",
     ]
     for title, row in rows.items():

@@ -149,7 +149,7 @@ class Job:
 
 
 def assert_no_files_left(directory: Path) -> None:
-    """Fail unless this directory for temporary files becomes empty within two and a half minutes."""
+    """Fail unless this directory for temporary files becomes empty within 150 seconds."""
     deadline = time.monotonic() + DEADLINE
     files = _temporary_files(directory)
     while files:

@@ -1,1 +1,1 @@
-"""The laws that collectives keep, as property tests on real ranks; bugs planted in them; state machines."""
+"""Property tests of collectives on real ranks, bugs planted in collectives, and state machines."""

@@ -107,7 +107,7 @@ def run_program(fabric: Any, steps: list[Step], groups: list[list[int]]) -> list
 
 
 def interleaved(subject: Subject) -> type[RuleBasedStateMachine]:
-    """Return a machine that writes a program and its expected results, and then runs it on ranks."""
+    """Return a machine that writes a program with its expected results, and runs it on ranks."""
 
     class Interleaved(RuleBasedStateMachine):
         results = Bundle("results")

@@ -1,4 +1,4 @@
-"""Sequences of collectives agree with the oracles, and a call that differs is an error on every rank."""
+"""Sequences of collectives agree with the oracles. A call that differs is an error on all ranks."""
 
 from collections.abc import Callable
 from typing import Any
