@@ -1,5 +1,6 @@
 """Strategies of third parties, written as docs/how-to/write-a-strategy.md says."""
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fabric import Fabric
+from fabric.contract import GradientContract
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import PRECISIONS, LossScale
 from fabric.strategies import Strategy
@@ -223,3 +225,10 @@ def test_a_strategy_that_returns_no_module_is_refused() -> None:
         pytest.raises(ArgumentTypeError, match="returned an object of type NoneType"),
     ):
         fabric.setup(nn.Linear(2, 1))
+
+
+def test_help_shows_what_the_defaults_of_the_contract_return() -> None:
+    signature = str(inspect.signature(GradientContract))
+    assert "= <returns False>" in signature
+    assert "<function" not in signature
+    assert "<class" not in signature

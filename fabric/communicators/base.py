@@ -519,6 +519,9 @@ class LocalCommunicator(Communicator):
         self.size = 1
         self.device = device
 
+    def __repr__(self) -> str:
+        return f"LocalCommunicator({str(self.device)!r})"
+
     @override
     def run(self, collective: Collective) -> Any:
         """Return the result of a collective in a group of one rank."""
