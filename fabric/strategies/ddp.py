@@ -583,6 +583,7 @@ class _FirstPassCheck:
         """Register the forward hook, which keeps this object alive."""
         # Whether a forward pass outside of no_sync has prepared the recording.
         self._is_prepared = False
+        self._synchronizes = synchronization_check(wrapper)
         self._hook = wrapper.register_forward_hook(self._after_forward)
 
     def _after_forward(
@@ -591,7 +592,7 @@ class _FirstPassCheck:
         """End the check, or have a backward pass of this output raise. This is a forward hook."""
         if not torch.is_grad_enabled():
             return
-        is_in_no_sync = not wrapper.require_backward_grad_sync
+        is_in_no_sync = not self._synchronizes()
         if not is_in_no_sync:
             self._is_prepared = True
             self._hook.remove()
