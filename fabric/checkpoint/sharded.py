@@ -99,10 +99,10 @@ class _SavePlan(NamedTuple):
 class ShardedCheckpoint:
     """The sharded format: one folder per checkpoint, in which each rank writes its own shards.
 
-    See ``[Note: files of a sharded checkpoint]``. The folder is replaced as a whole: a crash at any
-    moment leaves the old content or the new one, see ``[Note: commit of a folder]``. Any number of
-    ranks can read it, into full tensors or tensors sharded in any way; each rank reads only what it
-    needs. With one process this is a :class:`fabric.checkpoint.CheckpointIO` like any other.
+    The folder is replaced as a whole: a crash at any moment leaves the old content or the new one.
+    Any number of ranks can read it, into full tensors or tensors sharded in any way; each rank
+    reads only what it needs. With one process this is a :class:`fabric.checkpoint.CheckpointIO`
+    like any other.
     """
 
     def save(

@@ -132,7 +132,7 @@ def _refuse_length(comparison: str) -> NoReturn:
 
 
 class Lockstep:
-    """Ends loops on all ranks together; see ``[Note: Uneven ranks]``.
+    """Ends loops on all ranks together.
 
     Ranks may have different numbers of batches. They exchange their *batch counts*: how many
     batches each rank has left. A loop ends when the first rank runs out, or when every rank has run
