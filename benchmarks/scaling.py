@@ -502,10 +502,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(run_job(*args.job)))
         return 0
     print(
-        "| strategy | processes | setup, ms of the processor: raw | ours "
-        "| collectives a step: raw | ours "
-        "| bytes a step: raw | ours "
-        "| Python memory, KiB: raw | ours beyond | our keys in the store |"
+        "| strategy | processes | setup, ms of the processor: raw | fabric "
+        "| collectives a step: raw | fabric "
+        "| bytes a step: raw | fabric "
+        "| Python memory, KiB: raw | fabric vs. raw | keys of fabric in the store |"
     )
     print("|---|" + "--:|" * 10)
     if args.quick:

@@ -387,8 +387,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     stages.end("rendezvous")
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     remedy = (
-        f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {interfaces} the one that leads to the "
-        "others; NCCL_DEBUG=INFO"
+        "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the interface to the other ranks, one of "
+        f"{interfaces}; NCCL_DEBUG=INFO"
     )
     with _report_part(f"{title}: process group", 2 * seconds, remedy):
         has_too_few_devices = device_count < world.world_size
