@@ -286,9 +286,9 @@ def _exchange(
         raise
 
     reduction_text = "" if op is None else f"{op} of "
-    # For errors and reports. The signature leaves out which tensors require a gradient, because
-    # without a backward pass ranks may differ in this. Read now, because describe_arguments() may
-    # be called later, while autograd is off.
+    # For reports and for checked mode, which compares which tensors require a gradient. The
+    # signature leaves this out: without a backward pass, a difference does no harm. Read now,
+    # because describe_arguments() may be called later, while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:
