@@ -143,7 +143,8 @@ class SlicedInput(nn.Module):
         width = hidden.shape[-1]
         begin = 0
         if width < WIDTH:
-            begin = torch.distributed.get_rank() * width
+            # Each data-parallel rank has a group of ranks, which are neighbors, for all columns.
+            begin = torch.distributed.get_rank() * width % WIDTH
         return self.down(hidden * x[..., begin : begin + width])
 
 
