@@ -203,4 +203,4 @@ def test_the_doctor_names_an_interface_that_does_not_reach_the_ranks_of_another_
 ) -> None:
     for report in reports_of_doctor(hosts, code=1, interface="lo"):
         assert "process group: " in report
-        assert "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of lo, eth0 the one" in report
+        assert "the interface to the other ranks, one of lo, eth0" in report
