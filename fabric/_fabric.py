@@ -79,6 +79,7 @@ from fabric.launchers.terminal import (
     check_debug_rank,
     take_terminal,
 )
+from fabric.launchers.trained_weights import TrainedResult, load_weights, modules_among
 from fabric.loggers import Loggers
 from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
 from fabric.migration import METHODS
@@ -93,7 +94,6 @@ from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
 from fabric.strategies.standalone import Group, Strategy
-from fabric.trained_weights import TrainedResult, load_weights, modules_among
 from fabric.tree import Tree
 from fabric.world import World
 

@@ -45,7 +45,6 @@ LAYERS = [
     [
         "optim.parameter_lists",
         "module",
-        "trained_weights",
         "strategies.sequence_parallel",
         "optim.gradient_watch",
         "optim.weight_sums",
@@ -83,7 +82,7 @@ ORDER = {
     ),
     "launchers": (
         "serialize base private_file terminal rank preemption supervisor calling_rank logs "
-        "fork_server function script agent"
+        "fork_server function script agent trained_weights"
     ),
     "loggers": "loggers kubeflow progress",
     "optim": (
