@@ -23,7 +23,7 @@ LAYERS = [
         "contract",
         "report_signal",
     ],
-    ["store", "global_state"],
+    ["store"],
     ["accelerators", "environments"],
     ["precision"],
     ["communicators", "launchers"],
@@ -81,8 +81,8 @@ ORDER = {
         "evaluation_mode_check training_checks equal_draws loss_reduction loss_checks hand_steps"
     ),
     "launchers": (
-        "serialize base private_file terminal rank preemption supervisor calling_rank logs "
-        "fork_server function script agent trained_weights"
+        "serialize base private_file terminal rank preemption supervisor global_state calling_rank "
+        "logs fork_server function script agent trained_weights"
     ),
     "loggers": "loggers kubeflow progress",
     "optim": (

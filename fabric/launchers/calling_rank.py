@@ -241,7 +241,7 @@ def _signal_pipe() -> Iterator[int | None]:
 def _keeping_process() -> Iterator[None]:
     """Give this process its variables, settings and state of torch again after the block."""
     # Imported here: the processes of ranks import this file, and torch only if their call needs it.
-    from fabric.global_state import keeping_state
+    from fabric.launchers.global_state import keeping_state
 
     environment = dict(os.environ)
     breakpoint_hook = sys.breakpointhook

@@ -31,10 +31,10 @@ import torch.distributed as dist
 
 from fabric._fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.global_state import GlobalState
 from fabric.launchers.base import node_worlds
 from fabric.launchers.fork_server import UNKNOWN_EXIT_CODE, ForkServer, fork_server
 from fabric.launchers.function import payload_of_call
+from fabric.launchers.global_state import GlobalState
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import (
