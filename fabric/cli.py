@@ -28,9 +28,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric import __version__
+from fabric.diagnostics.report_signal import ignore_early_requests
 from fabric.environments import find_machines
 from fabric.errors import ConfigurationError, FabricError
-from fabric.report_signal import ignore_early_requests
 from fabric.world import World, read_integer_variable
 
 if TYPE_CHECKING:

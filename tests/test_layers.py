@@ -20,8 +20,8 @@ LAYERS = [
         "hooks",
         "diagnostics.call_site",
         "diagnostics.stacks",
+        "diagnostics.report_signal",
         "contract",
-        "report_signal",
     ],
     ["store"],
     ["accelerators", "environments"],
@@ -75,7 +75,7 @@ ORDER = {
         "join"
     ),
     "diagnostics": (
-        "digest call_site stacks recorder rank_state deadlocks checker pass_checks "
+        "digest call_site stacks report_signal recorder rank_state deadlocks checker pass_checks "
         "hang_report published_states rank_observer hang_reporter drift replicas bypass "
         "batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
         "evaluation_mode_check training_checks equal_draws loss_reduction loss_checks hand_steps"

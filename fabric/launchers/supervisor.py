@@ -29,6 +29,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Self
 
+from fabric.diagnostics.report_signal import ignore_request, report_signal
 from fabric.errors import RankFailedError
 from fabric.launchers.private_file import PrivateFile
 from fabric.launchers.rank import (
@@ -40,7 +41,6 @@ from fabric.launchers.rank import (
     RankConfig,
     ending_signals,
 )
-from fabric.report_signal import ignore_request, report_signal
 from fabric.tested_versions import untested_torch
 from fabric.world import World, available_cores
 
