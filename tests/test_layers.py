@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The layers from the lowest to the highest. The entries of one layer do not import each other. A
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
-    ["errors", "_torch", "tested_versions", "migration", "device_modules"],
+    ["errors", "_torch", "diagnostics.tested_versions", "migration", "device_modules"],
     [
         "tree",
         "seed",
@@ -75,9 +75,9 @@ ORDER = {
         "join"
     ),
     "diagnostics": (
-        "digest call_site stacks report_signal recorder rank_state deadlocks checker pass_checks "
-        "hang_report published_states rank_observer hang_reporter drift replicas bypass "
-        "batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
+        "tested_versions digest call_site stacks report_signal recorder rank_state deadlocks "
+        "checker pass_checks hang_report published_states rank_observer hang_reporter drift "
+        "replicas bypass batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
         "evaluation_mode_check training_checks equal_draws loss_reduction loss_checks hand_steps"
     ),
     "launchers": (

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from fabric import tested_versions
+from fabric.diagnostics import tested_versions
 from fabric.diagnostics.hang_report import compose_report
 from fabric.diagnostics.rank_state import RankState
+from fabric.diagnostics.tested_versions import SuiteRun, read_table, untested_torch, write_table
 from fabric.errors import RankFailedError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.tested_versions import SuiteRun, read_table, untested_torch, write_table
 from tests.versions.__main__ import PAGE, VERSIONS, in_page
 from tests.versions.environment import ROOT, oldest_torch
 

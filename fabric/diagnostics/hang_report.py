@@ -6,7 +6,7 @@ from fabric.diagnostics.call_site import fold_frames, user_frames
 from fabric.diagnostics.deadlocks import describe_deadlock
 from fabric.diagnostics.rank_state import RankState, Wait
 from fabric.diagnostics.recorder import HEADING, ranks_in_words
-from fabric.tested_versions import untested_torch
+from fabric.diagnostics.tested_versions import untested_torch
 
 __all__ = ["MAX_LISTED_RANKS", "compose_report"]
 

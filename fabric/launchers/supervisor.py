@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from fabric.diagnostics.report_signal import ignore_request, report_signal
+from fabric.diagnostics.tested_versions import untested_torch
 from fabric.errors import RankFailedError
 from fabric.launchers.private_file import PrivateFile
 from fabric.launchers.rank import (
@@ -41,7 +42,6 @@ from fabric.launchers.rank import (
     RankConfig,
     ending_signals,
 )
-from fabric.tested_versions import untested_torch
 from fabric.world import World, available_cores
 
 __all__ = [

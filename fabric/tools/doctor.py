@@ -24,10 +24,10 @@ from signal import SIGTERM, raise_signal
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabric.diagnostics.tested_versions import read_table, untested_torch
 from fabric.environments import Environment, detect
 from fabric.errors import UsageError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.tested_versions import read_table, untested_torch
 from fabric.world import World, available_cores, read_variable
 
 if TYPE_CHECKING:

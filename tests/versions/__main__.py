@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 from xml.etree import ElementTree
 
-from fabric.tested_versions import SuiteRun, read_table, write_table
+from fabric.diagnostics.tested_versions import SuiteRun, read_table, write_table
 from tests.versions.environment import ROOT, Versions, build_environment, oldest_torch
 
 PAGE = ROOT / "docs" / "install.md"
