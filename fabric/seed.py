@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fabric.device_modules import device_module, initialized_device_module
+from fabric.accelerators import device_module, initialized_device_module
 from fabric.errors import ConfigurationError
 
 __all__ = [

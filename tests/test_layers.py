@@ -12,10 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The layers from the lowest to the highest. The entries of one layer do not import each other. A
 # file of a package is in the layer of its package, unless the file has its own entry.
 LAYERS = [
-    ["errors", "_torch", "diagnostics.tested_versions", "migration", "device_modules"],
+    ["errors", "_torch", "diagnostics.tested_versions", "migration"],
     [
         "tree",
-        "seed",
         "world",
         "hooks",
         "diagnostics.call_site",
@@ -23,9 +22,8 @@ LAYERS = [
         "diagnostics.report_signal",
         "contract",
     ],
-    ["store"],
-    ["accelerators", "environments"],
-    ["precision"],
+    ["store", "accelerators", "environments"],
+    ["seed", "precision"],
     ["communicators", "launchers"],
     [
         "diagnostics.recorder",

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from fabric.device_modules import initialized_device_module
+from fabric.accelerators import initialized_device_module
 from fabric.seed import rng_state, set_rng_state
 
 __all__ = ["GlobalState", "keeping_state"]

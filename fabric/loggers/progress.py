@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from fabric.accelerators import initialized_device_module
 from fabric.collectives import gather
 from fabric.communicators import Communicator
-from fabric.device_modules import initialized_device_module
 from fabric.loggers.loggers import metrics_as_floats
 from fabric.tree import flatten
 
