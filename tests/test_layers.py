@@ -36,7 +36,7 @@ LAYERS = [
         "diagnostics.hang_reporter",
     ],
     ["collectives", "optim.gradients", "optim.loss_scaler", "optim.clipping"],
-    ["diagnostics", "batch_norm", "optim.closures"],
+    ["diagnostics", "optim.closures"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
     ["_plan", "checkpoint.keeper"],
@@ -66,7 +66,7 @@ ORDER = {
         "sharded_reader sharded adapters pretrained save_pretrained consolidate restore health "
         "save_load keeper"
     ),
-    "collectives": "buckets objects ops",
+    "collectives": "buckets objects ops batch_norm",
     "communicators": "base process_group checked",
     "data": (
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate "

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from fabric._torch import registered_buffers
-from fabric.batch_norm import has_sync_batch_norm
 from fabric.collectives import broadcast
+from fabric.collectives.batch_norm import has_sync_batch_norm
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
 from fabric.data.position import EpochPosition
 from fabric.diagnostics.call_site import user_call

@@ -32,7 +32,7 @@ from fabric._torch import (
     uncompiled,
 )
 from fabric.accelerators import Accelerator, AcceleratorName
-from fabric.batch_norm import has_sync_batch_norm, synchronize_batch_norms
+from fabric.collectives.batch_norm import has_sync_batch_norm, synchronize_batch_norms
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment

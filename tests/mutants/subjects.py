@@ -44,6 +44,7 @@ _SUBJECTS = {
     ),
     "checkpoint/async_save": "checkpoint_async checkpoint_rotation",
     "checkpoint/keeper": "checkpoint_rotation checkpoint_laws checkpoint_health",
+    "collectives/batch_norm": "batch_norm",
     "collectives/buckets": "collectives collectives_exchange collectives_gradients laws/laws",
     "collectives/objects": "collectives collectives_exchange collectives_refusals",
     "collectives/ops": "collectives collectives_gradients collectives_exchange laws/laws",

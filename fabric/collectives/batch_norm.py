@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from typing_extensions import override
 
-from fabric.collectives import all_reduce
+from fabric.collectives.ops import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import ConfigurationError, UsageError
 
