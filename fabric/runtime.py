@@ -22,8 +22,9 @@ from fabric._torch import (
 )
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
+from fabric.communicators.recorded import RecordedCommunicator
 from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG, HangReporter, connect_again
-from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
+from fabric.diagnostics.recorder import FlightRecorder
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.store import JobStore, find_store, unused_key_prefix

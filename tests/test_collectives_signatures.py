@@ -24,7 +24,8 @@ from fabric.communicators import (
 )
 from fabric.communicators.base import BITWISE, MIN_MAX_PRODUCT, CallDescription
 from fabric.communicators.checked import CheckedCommunicator, PendingSignatures, checksums_agree
-from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
+from fabric.communicators.recorded import RecordedCommunicator
+from fabric.diagnostics.recorder import FlightRecorder
 from tests.ranks import outcome, run_in_ranks
 
 CPU = torch.device("cpu")

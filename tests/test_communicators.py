@@ -22,6 +22,8 @@ from fabric.communicators import (
     Reduce,
 )
 from fabric.communicators.base import CallDescription
+from fabric.communicators.recorded import RecordedCommunicator
+from fabric.diagnostics import recorder
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
 from tests.ranks import run_in_ranks
@@ -400,3 +402,9 @@ def missing_at_barrier(fabric):
 def test_a_barrier_that_fails_is_named():
     strategy = DDPStrategy(timeout=timedelta(seconds=2))
     assert run_in_ranks(missing_at_barrier, strategy=strategy)[0] == "named"
+
+
+def test_the_former_path_of_the_recorded_communicator_works():
+    assert recorder.RecordedCommunicator is RecordedCommunicator
+    with pytest.raises(AttributeError, match="has no attribute 'No'"):
+        _ = recorder.No

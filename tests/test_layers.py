@@ -35,7 +35,13 @@ LAYERS = [
         "diagnostics.rank_observer",
         "diagnostics.hang_reporter",
     ],
-    ["collectives", "optim.gradients", "optim.loss_scaler", "optim.clipping"],
+    [
+        "communicators.recorded",
+        "collectives",
+        "optim.gradients",
+        "optim.loss_scaler",
+        "optim.clipping",
+    ],
     ["diagnostics", "optim.closures"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers", "launchers.preemption"],
@@ -67,7 +73,7 @@ ORDER = {
         "save_load keeper"
     ),
     "collectives": "buckets objects ops batch_norm",
-    "communicators": "base process_group checked",
+    "communicators": "base process_group checked recorded",
     "data": (
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate "
         "join"

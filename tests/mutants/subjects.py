@@ -51,6 +51,7 @@ _SUBJECTS = {
     "communicators/base": "communicators collectives",
     "communicators/checked": "collectives_signatures communicators collectives",
     "communicators/process_group": "communicators collectives uneven",
+    "communicators/recorded": "checked collectives_signatures watchdog",
     "strategies/agreement": "split_comparison model_parallel",
     "strategies/base": "own_strategy seeds ddp",
     "strategies/ddp": "ddp cleared_gradients accumulate parity",
