@@ -99,3 +99,19 @@ def test_a_step_and_a_save_make_the_calls_of_the_page(tmp_path: Path) -> None:
     step, save = run_in_ranks(calls_of_a_step_and_a_save, str(tmp_path / "checkpoint.pt"))[0]
     assert_in_order(rows_of("The life of a step"), step)
     assert_in_order(rows_of("The life of a save"), save)
+
+
+def calls_of_collectives(job: Fabric) -> list[tuple[str, str]]:
+    """Return the calls of some collectives."""
+    with CallsOfFabric() as record:
+        job.all_reduce(1.0)
+        job.all_gather({"losses": torch.ones(3)})
+        job.broadcast("text")
+        job.barrier()
+    return record.calls
+
+
+def test_without_checked_mode_no_collective_enters_the_diagnostics() -> None:
+    for calls in run_in_ranks(calls_of_collectives, check_collectives=False):
+        assert ("communicators/recorded.py", "RecordedCommunicator.run") in calls
+        assert [call for call in calls if call[0].startswith("diagnostics/")] == []

@@ -24,8 +24,8 @@ from fabric._torch import default_store
 from fabric.collectives import all_reduce
 from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.communicators.base import CallDescription
+from fabric.communicators.call_site import CallSite
 from fabric.communicators.recorded import RecordedCommunicator
-from fabric.diagnostics.call_site import CallSite
 from fabric.diagnostics.checker import Call, CollectiveChecker, difference
 from fabric.diagnostics.recorder import Entry, FlightRecorder
 from fabric.errors import CollectiveMismatchError, RankFailedError

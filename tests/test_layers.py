@@ -17,7 +17,7 @@ LAYERS = [
         "tree",
         "world",
         "hooks",
-        "diagnostics.call_site",
+        "communicators.call_site",
         "diagnostics.stacks",
         "diagnostics.report_signal",
         "contract",
@@ -73,15 +73,15 @@ ORDER = {
         "save_load keeper"
     ),
     "collectives": "buckets objects ops batch_norm",
-    "communicators": "base process_group checked recorded",
+    "communicators": "call_site base process_group checked recorded",
     "data": (
         "metrics position sharding spec saved_position copies lockstep loader gather accumulate "
         "join"
     ),
     "diagnostics": (
-        "tested_versions digest call_site stacks report_signal recorder rank_state deadlocks "
-        "checker pass_checks hang_report published_states rank_observer hang_reporter drift "
-        "replicas bypass batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
+        "tested_versions digest stacks report_signal recorder rank_state deadlocks checker "
+        "pass_checks hang_report published_states rank_observer hang_reporter drift replicas "
+        "bypass batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
         "evaluation_mode_check training_checks equal_draws loss_reduction loss_checks hand_steps"
     ),
     "launchers": (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.diagnostics.call_site import CallSite
+from fabric.communicators.call_site import CallSite
 from fabric.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,

@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from fabric._torch import FakeTensor, current_transform
 from fabric.communicators.base import Collective, Communicator, Operation, Reduce
+from fabric.communicators.call_site import user_call
 from fabric.communicators.process_group import fold
-from fabric.diagnostics.call_site import user_call
 from fabric.errors import CollectiveMismatchError
 
 __all__ = [

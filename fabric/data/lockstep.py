@@ -28,8 +28,8 @@ from fabric._torch import registered_buffers
 from fabric.collectives import broadcast
 from fabric.collectives.batch_norm import has_sync_batch_norm
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
+from fabric.communicators.call_site import user_call
 from fabric.data.position import EpochPosition
-from fabric.diagnostics.call_site import user_call
 from fabric.errors import UsageError
 from fabric.seed import rng_state, set_rng_state
 

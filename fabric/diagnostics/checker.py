@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fabric.communicators import Collective, Operation
 from fabric.communicators.base import CallDescription
-from fabric.diagnostics.call_site import user_call
+from fabric.communicators.call_site import user_call
 from fabric.diagnostics.deadlocks import describe_ranks_by_call, ranks_of_odd_call
 from fabric.diagnostics.recorder import Entry, ranks_in_words
 from fabric.diagnostics.stacks import exit_reason, has_ended, node

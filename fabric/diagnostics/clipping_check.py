@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.diagnostics.call_site import warn_user
+from fabric.communicators.call_site import warn_user
 from fabric.diagnostics.gradient_reads import (
     CodePosition,
     code_positions,

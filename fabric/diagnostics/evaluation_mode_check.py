@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from fabric.communicators.call_site import warn_user
 from fabric.contract import GradientContract
-from fabric.diagnostics.call_site import warn_user
 
 __all__ = ["EvaluationModeCheck"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
-from fabric.diagnostics.call_site import CallSite, is_user_code, is_user_file
+from fabric.communicators.call_site import CallSite, is_user_code, is_user_file
 
 __all__ = ["CodePosition", "code_positions", "find_clipping_function", "find_gradient_read"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from fabric.diagnostics.call_site import fold_frames, user_frames
+from fabric.communicators.call_site import fold_frames, user_frames
 from fabric.diagnostics.deadlocks import describe_deadlock
 from fabric.diagnostics.rank_state import RankState, Wait
 from fabric.diagnostics.recorder import HEADING, ranks_in_words

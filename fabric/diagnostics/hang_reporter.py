@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fabric.diagnostics.call_site import is_user_code
+from fabric.communicators.call_site import is_user_code
 from fabric.diagnostics.deadlocks import (
     CANNOT_GO_ON,
     deadlocked_ranks,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from fabric._torch import awaited_worker, is_compiling
-from fabric.diagnostics.call_site import user_line
+from fabric.communicators.call_site import user_line
 from fabric.diagnostics.rank_state import COMPILES, RankState
 from fabric.diagnostics.recorder import STEP, Entry, FlightRecorder
 from fabric.diagnostics.stacks import Stacks

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fabric.communicators import Collective, Operation
+from fabric.communicators.call_site import user_call
 from fabric.communicators.checked import PendingSignatures
-from fabric.diagnostics.call_site import user_call
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 

@@ -43,8 +43,8 @@ from fabric._torch import (
     real_tensors,
 )
 from fabric.communicators import Collective, Communicator, Operation
+from fabric.communicators.call_site import warn_user
 from fabric.contract import GradientContract
-from fabric.diagnostics.call_site import warn_user
 from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.diagnostics.digest import digests
 from fabric.diagnostics.evaluation_mode_check import EvaluationModeCheck

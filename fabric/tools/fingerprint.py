@@ -34,8 +34,8 @@ from typing_extensions import override
 from fabric._session import Session, SessionObserver, rank_zero_first
 from fabric._torch import is_in_backward
 from fabric.checkpoint.encoding import local_chunks
+from fabric.communicators.call_site import user_call
 from fabric.contract import GradientContract
-from fabric.diagnostics.call_site import user_call
 from fabric.errors import ConfigurationError, UsageError
 from fabric.module import FabricModule
 from fabric.seed import stream_digests

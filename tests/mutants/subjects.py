@@ -49,6 +49,7 @@ _SUBJECTS = {
     "collectives/objects": "collectives collectives_exchange collectives_refusals",
     "collectives/ops": "collectives collectives_gradients collectives_exchange laws/laws",
     "communicators/base": "communicators collectives",
+    "communicators/call_site": "watchdog collectives_signatures checked",
     "communicators/checked": "collectives_signatures communicators collectives",
     "communicators/process_group": "communicators collectives uneven",
     "communicators/recorded": "checked collectives_signatures watchdog",
