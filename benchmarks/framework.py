@@ -1,10 +1,10 @@
 """The framework of the benchmarks: cases, their processes, and the statistics of the numbers.
 
-[Note: Fair comparison] A contestant is raw torch, fabric, or one of the two peers. Each contestant
-runs in its own processes, which live from round to round. In a round every contestant measures
-once, while the others sleep. The order rotates from round to round. Only numbers of the same round
-are compared, because the machine was equally busy: the report has the median over the rounds of
-ours - theirs, or of ours / theirs, and the quartiles.
+A contestant is raw torch, fabric, or one of the two peers. Each contestant runs in its own
+processes, which live from round to round. In a round every contestant measures once, while the
+others sleep. The order rotates from round to round. Only numbers of the same round are compared,
+because the machine was equally busy: the report has the median over the rounds of ours - theirs, or
+of ours / theirs, and the quartiles.
 """
 
 import json

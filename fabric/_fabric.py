@@ -1,13 +1,12 @@
 """The facade: one object that holds an accelerator, a precision and a strategy.
 
-[Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must
-call, in the same order. A group is the result of :meth:`Fabric.new_group`, a process group of
-torch, or None for the whole job. The ``data`` of a collective is any collection of tensors and
-Python numbers. The data must have the same structure, dtypes and shapes on every process. A
-collective does not change its data, and returns the same types of collections. A leaf that cannot
-be sent or reduced raises a :class:`fabric.errors.ConfigurationError` that names the leaf. Calls
-that differ between processes raise a :class:`fabric.errors.CollectiveMismatchError` on every
-process.
+A *collective* is a method that every process of the job, or of ``group``, must call, in the same
+order. A group is the result of :meth:`Fabric.new_group`, a process group of torch, or None for the
+whole job. The ``data`` of a collective is any collection of tensors and Python numbers. The data
+must have the same structure, dtypes and shapes on every process. A collective does not change its
+data, and returns the same types of collections. A leaf that cannot be sent or reduced raises a
+:class:`fabric.errors.ConfigurationError` that names the leaf. Calls that differ between processes
+raise a :class:`fabric.errors.CollectiveMismatchError` on every process.
 """
 
 import atexit

@@ -1,13 +1,4 @@
-"""The command ``fabric``, with one function for each subcommand.
-
-[Note: fabric run] ``fabric run`` starts the ranks of a script and supervises them like the launcher
-``popen``. On one machine the ranks connect through a private file, so that no port is open on the
-network. On several machines the commands meet at a port of machine 0, and start and end their ranks
-together; see ``[Note: Generations]`` in launchers/agent.py.
-
-[Note: late imports] Importing torch takes seconds. Functions import the modules that import torch,
-so that help and errors are printed at once.
-"""
+"""The command ``fabric``, with one function for each subcommand."""
 
 import argparse
 import gc
@@ -33,6 +24,9 @@ from fabric.environments import find_machines
 from fabric.errors import ConfigurationError, FabricError
 from fabric.world import World, read_integer_variable
 
+# [Note: late imports]
+# Importing torch takes seconds. Functions import the modules that import torch, so that help and
+# errors are printed at once.
 if TYPE_CHECKING:
     from fabric.launchers.fork_server import ForkServer
     from fabric.launchers.script import Script, ScriptEnd
@@ -499,6 +493,11 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor(options.devices, options.timeout)
 
 
+# [Note: fabric run]
+# `fabric run` starts the ranks of a script and supervises them like the launcher `popen`. On one
+# machine the ranks connect through a private file, so that no port is open on the network. On
+# several machines the commands meet at a port of machine 0, and start and end their ranks together;
+# see [Note: Generations] in launchers/agent.py.
 def _run(options: argparse.Namespace) -> int:
     """Run ``fabric run``, and return the exit code of the script's last attempt."""
     # Each of these calls raises a ConfigurationError if an option cannot work.

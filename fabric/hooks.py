@@ -1,10 +1,10 @@
 """Functions that diagnostics add around forward and backward passes.
 
-[Note: Hooks] A diagnostic adds functions to two lists. The functions are called before and after
-every forward pass of a module, or before and after every backward pass, in the order in which they
-were added. The functions of the flight recorder come first, so that the recorder notes the end of a
-phase even if a later function raises. Around the step of an optimizer, diagnostics use the hooks of
-torch in the same order.
+A diagnostic adds functions to two lists. The functions are called before and after every forward
+pass of a module, or before and after every backward pass, in the order in which they were added.
+The functions of the flight recorder come first, so that the recorder notes the end of a phase even
+if a later function raises. Around the step of an optimizer, diagnostics use the hooks of torch in
+the same order.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,7 @@ __all__ = ["Hooks"]
 class Hooks:
     """Functions that are called before and after each forward or backward pass.
 
-    ``FabricModule.__call__`` and ``Fabric.backward`` call the functions; see ``[Note: Hooks]`` in
-    ``fabric/hooks.py``.
+    ``FabricModule.__call__`` and ``Fabric.backward`` call the functions.
 
     Attributes:
         before: functions without arguments.

@@ -1,6 +1,6 @@
 """Precisions: the dtypes of parameters, computation and outputs.
 
-[Note: Precision] The table ``PRECISIONS`` has a row for each precision.
+The table ``PRECISIONS`` has a row for each precision.
 
 * A ``*-true`` precision uses one dtype: ``setup`` converts the parameters to this dtype, and
   floating inputs of a forward pass are cast to it.

@@ -1,8 +1,8 @@
 """Collections of tensors: traversal, flattening, moving between devices, and checks.
 
-[Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses
-and types that are registered with torch's pytree. Everything else is a *leaf*. Functions that
-change leaves return a collection of the same type.
+A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
+registered with torch's pytree. Everything else is a *leaf*. Functions that change leaves return a
+collection of the same type.
 
 The entries of a dict are visited in the order of (name of the key's type, key), not in the order of
 insertion, so that leaves match on ranks that filled a dict in different orders. Keys that differ
@@ -95,8 +95,7 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Structure]:
         tree: any collection, or a single leaf.
 
     Returns:
-        The leaves in visiting order (see ``[Note: Collections]``), and the structure for
-        :func:`unflatten`.
+        The leaves in visiting order, and the structure for :func:`unflatten`.
     """
     leaves: list[Leaf] = []
     structure = _flatten(tree, leaves)

@@ -1,7 +1,9 @@
-"""The page of the architecture names files and functions that exist, in the order of the calls."""
+"""The page of the architecture, and notes in the code, name what exists."""
 
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,9 @@ PACKAGE = Path(fabric.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 # A row of a table with a file and a class, function or method in it.
 ROW = re.compile(r"\| `(?P<file>[\w/]+\.py)` \| `(?P<name>[\w.]+)`")
+# The first line of a note, and a mention of it, with the name of its file if that is another one.
+NOTE = re.compile(r"^\[Note: (?P<name>[^\]]+)\]$", re.MULTILINE)
+MENTION = re.compile(r"\[Note: (?P<name>[^\]]+)\](?: in `?(?:\w+/)*(?P<file>\w+\.py))?")
 
 
 def rows_of(title: str) -> list[tuple[str, str]]:
@@ -115,3 +120,26 @@ def test_without_checked_mode_no_collective_enters_the_diagnostics() -> None:
     for calls in run_in_ranks(calls_of_collectives, check_collectives=False):
         assert ("communicators/recorded.py", "RecordedCommunicator.run") in calls
         assert [call for call in calls if call[0].startswith("diagnostics/")] == []
+
+
+def comments_of(path: Path) -> str:
+    """Return the comments of a file, one line each, without the ``# `` before them."""
+    comments = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            comments.append(token.string.removeprefix("#").strip())
+    return "\n".join(comments)
+
+
+def test_a_mention_of_a_note_names_the_file_that_has_it() -> None:
+    comments = {path: comments_of(path) for path in PACKAGE.rglob("*.py")}
+    file_of_note: dict[str, str] = {}
+    for path, text in comments.items():
+        for note in NOTE.finditer(text):
+            assert note["name"] not in file_of_note, f"two notes have the name {note['name']}"
+            file_of_note[note["name"]] = path.name
+    assert len(file_of_note) > 50
+    for path, text in comments.items():
+        for mention in MENTION.finditer(NOTE.sub("", text).replace("\n", " ")):
+            file = mention["file"] or path.name
+            assert file_of_note.get(mention["name"]) == file, f"{path.name}: {mention[0]}"

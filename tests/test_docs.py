@@ -1,9 +1,9 @@
 """The code and commands of the documentation run, and every public name is documented.
 
-[Note: Blocks of a page] The Python blocks of a page are one script: a block sees the names of the
-blocks before it. The script runs on two processes, in an empty folder, with warnings as errors. A
-comment ``<!-- setup ... -->`` in a page holds code that runs but is not shown. The comment
-``<!-- not run: reason -->`` before a block leaves the block out.
+The Python blocks of a page are one script: a block sees the names of the blocks before it. The
+script runs on two processes, in an empty folder, with warnings as errors. A comment ``<!-- setup
+... -->`` in a page holds code that runs but is not shown. The comment ``<!-- not run: reason -->``
+before a block leaves the block out.
 """
 
 import gc

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import subprocess
 import sys
 from types import ModuleType
@@ -50,6 +51,10 @@ def test_everything_public_is_documented(module: ModuleType) -> None:
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), f"{module.__name__}.{name} has no docstring"
+
+
+def test_help_has_no_markers_of_notes_in_comments(module: ModuleType) -> None:
+    assert "[Note:" not in pydoc.plain(pydoc.render_doc(module))
 
 
 @pytest.mark.parametrize(

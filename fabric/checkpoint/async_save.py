@@ -1,18 +1,4 @@
-"""Saves that run in the background of the training loop, one at a time.
-
-[Note: Thread]
-A thread writes, not a process. torch releases the GIL while it checksums, writes and flushes a
-tensor, so the loop loses little more than the CPU time of the writing. A process would first have
-to import torch, hold the copy in shared memory and join a process group of its own. The thread's
-collectives run on a group that nothing else uses, so that they cannot be confused with the
-collectives of the loop.
-
-[Note: Staging buffers]
-The state is copied into memory that does not change while training goes on. Each tensor *storage*
-is copied once and whole, as ``torch.save`` writes it: tensors that shared memory share memory in
-the copy, and the file is the same as without a copy. To allocate memory costs several times the
-copy itself, so the buffers of one save are used again for the next save.
-"""
+"""Saves that run in the background of the training loop, one at a time."""
 
 import copy
 from collections import defaultdict
@@ -105,11 +91,13 @@ class _BufferKind(NamedTuple):
     is_pinned: bool
 
 
+# [Note: Staging buffers]
+# The state is copied into memory that does not change while training goes on. Each tensor *storage*
+# is copied once and whole, as `torch.save` writes it: tensors that shared memory share memory in
+# the copy, and the file is the same as without a copy. To allocate memory costs several times the
+# copy itself, so the buffers of one save are used again for the next save.
 class StagingBuffers:
-    """Memory on the CPU for the copy of a state. The next copy overwrites the last one.
-
-    See ``[Note: Staging buffers]``.
-    """
+    """Memory on the CPU for the copy of a state. The next copy overwrites the last one."""
 
     def __init__(self) -> None:
         # The buffers of the last copy that the present copy has not used yet.
@@ -224,8 +212,14 @@ class StagingBuffers:
         return _StorageCopy(buffer=buffer, source=source)
 
 
+# [Note: Thread]
+# A thread writes, not a process. torch releases the GIL while it checksums, writes and flushes a
+# tensor, so the loop loses little more than the CPU time of the writing. A process would first have
+# to import torch, hold the copy in shared memory and join a process group of its own. The thread's
+# collectives run on a group that nothing else uses, so that they cannot be confused with the
+# collectives of the loop.
 class AsyncSaver:
-    """The background saves of one job, of which one runs at a time. See ``[Note: Thread]``.
+    """The background saves of one job, of which one runs at a time.
 
     Args:
         background_communicator: returns a communicator of all ranks that only background saves use.

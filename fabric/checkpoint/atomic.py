@@ -1,13 +1,4 @@
-"""Atomic replacement of a file, and conversion of the errors of reading and writing.
-
-[Note: atomic publish]
-The bytes go to a *temporary file* in the folder of the target. (A rename across file systems is a
-copy, which is not atomic.) The temporary file is flushed to the disk and renamed to the target, and
-the rename is flushed as well. The writer holds a lock on the temporary file. The kernel releases
-the lock however the process dies. So a temporary file that can be locked has no writer, and the
-next save to the same target removes the file. Process IDs could not replace the lock: they are
-reused, and mean nothing in another container.
-"""
+"""Atomic replacement of a file, and conversion of the errors of reading and writing."""
 
 import errno
 import fcntl
@@ -62,13 +53,20 @@ _TORCH_FILE_ERROR = re.compile(r"unable to (?:open file|stat the file) <[^\n]*\(
 _TORCH_MEMORY_ERRORS = ("unable to mmap", "can't allocate memory")
 
 
+# [Note: atomic publish]
+# The bytes go to a *temporary file* in the folder of the target. (A rename across file systems is a
+# copy, which is not atomic.) The temporary file is flushed to the disk and renamed to the target,
+# and the rename is flushed as well. The writer holds a lock on the temporary file. The kernel
+# releases the lock however the process dies. So a temporary file that can be locked has no writer,
+# and the next save to the same target removes the file. Process IDs could not replace the lock:
+# they are reused, and mean nothing in another container.
 @contextmanager
 def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[BinaryIO]:
     """Yield a binary file whose content replaces ``path`` when the block ends without an error.
 
     When the block raises, or the process dies at any point, ``path`` keeps its old content. Missing
     parent folders are created. The mode of the new file follows the umask, and not the mode of the
-    old file. See ``[Note: atomic publish]``.
+    old file.
 
     Args:
         path: the file.

@@ -1,11 +1,4 @@
-"""Conversion of a sharded checkpoint to one file, or to files of weights.
-
-[Note: bounded memory]
-To convert a folder, tensors are assembled in unnamed scratch files that are mapped into memory. The
-system can write the pages of a mapped file to the disk when memory is short, and an unnamed file
-vanishes however the process ends. Only one chunk of one tensor has to be in memory at a time. The
-cost is disk space for a second copy of the checkpoint.
-"""
+"""Conversion of a sharded checkpoint to one file, or to files of weights."""
 
 import os
 import tempfile
@@ -177,8 +170,13 @@ def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tenso
     return tensors
 
 
+# [Note: bounded memory]
+# To convert a folder, tensors are assembled in unnamed scratch files that are mapped into memory.
+# The system can write the pages of a mapped file to the disk when memory is short, and an unnamed
+# file vanishes however the process ends. Only one chunk of one tensor has to be in memory at a
+# time. The cost is disk space for a second copy of the checkpoint.
 def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
-    """Allocate a tensor in a memory-mapped file without a name. See ``[Note: bounded memory]``.
+    """Allocate a tensor in a memory-mapped file without a name.
 
     The system can write such a tensor to the disk when memory is short. The file vanishes with the
     tensor, however the process ends.

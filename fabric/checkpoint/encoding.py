@@ -1,18 +1,4 @@
-"""Plain state as JSON and tensors. Knows nothing of files, processes or strategies.
-
-[Note: JSON with type tags]
-A value whose type JSON lacks is an object with one key, the *tag*, which is ``$`` and the name of
-the type: ``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in hexadecimal, ``{"$tensor":
-"model.weight"}`` for a tensor that is stored elsewhere under that name. Every plain value is
-restored with its exact type and bits. A dict, whose keys may be of any type, is a tagged list of
-pairs.
-
-[Note: key path]
-A *key path* is the tuple of keys and indices that leads from a state to one of its values, such as
-``("model", "layer.weight")``. An ellipsis in the tuple means that the value is in a set, is in a
-key of a dict, or is an attribute of a dict. A load could not fill in a separately stored tensor at
-such a path, so the values of the tensor are stored in the JSON.
-"""
+"""Plain state as JSON and tensors. Knows nothing of files, processes or strategies."""
 
 import argparse
 import ctypes
@@ -50,8 +36,13 @@ Json = Any
 PlainValue = Any
 """A value of plain state, or one that is refused because it is not plain."""
 
+# [Note: key path]
+# A *key path* is the tuple of keys and indices that leads from a state to one of its values, such
+# as `("model", "layer.weight")`. An ellipsis in the tuple means that the value is in a set, is in a
+# key of a dict, or is an attribute of a dict. A load could not fill in a separately stored tensor
+# at such a path, so the values of the tensor are stored in the JSON.
 KeyPath = tuple[Any, ...]
-"""The keys and indices that lead to a value. See ``[Note: key path]``."""
+"""The keys and indices that lead to a value."""
 
 _Convert = Callable[[KeyPath, PlainValue], Json]
 
@@ -158,13 +149,19 @@ def _tensor_to_json(path: KeyPath, value: PlainValue) -> dict[str, Json]:
     return {"$sparse": to_json([value.layout, value.shape, components])}
 
 
+# [Note: JSON with type tags]
+# A value whose type JSON lacks is an object with one key, the *tag*, which is `$` and the name of
+# the type: `{"$tuple": [1, 2]}`, `{"$bytes": "..."}` in hexadecimal, `{"$tensor": "model.weight"}`
+# for a tensor that is stored elsewhere under that name. Every plain value is restored with its
+# exact type and bits. A dict, whose keys may be of any type, is a tagged list of pairs.
+# See [Note: key path].
 def to_json(
     value: PlainValue,
     convert: _Convert = _tensor_to_json,
     path: KeyPath = (),
     enclosing: tuple[int, ...] = (),
 ) -> Json:
-    """Return a value as JSON. See ``[Note: JSON with type tags]``.
+    """Return a value as JSON.
 
     A value whose type JSON lacks becomes a dict with one key, the tag, such as ``{"$tuple":
     [...]}``.
@@ -174,7 +171,7 @@ def to_json(
         convert: ``convert(path, item)`` returns the JSON of an item that is a tensor, is not plain,
             or is a collection that contains itself. By default the JSON of a tensor has its values,
             and other items are refused.
-        path: where the value is. See ``[Note: key path]``.
+        path: where the value is.
         enclosing: the ids of the collections that contain the value, to find one that contains
             itself.
     """
@@ -373,10 +370,11 @@ def memory_key(tensor: Any) -> Any:
     )
 
 
+# See [Note: key path].
 def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     """Return the error for a value that is not plain, or for a collection that contains itself.
 
-    ``path`` says where in the state the value is, see ``[Note: key path]``.
+    ``path`` says where in the state the value is.
     """
     kind = type(value)
     expression = "state"

@@ -1,12 +1,4 @@
-"""Full tensors of sharded ones, gathered in buckets.
-
-[Note: Buckets of shards] The tensors of a bucket are gathered together, one dimension of their mesh
-after another, from the outermost to the innermost. Each gather is one message for the shards of all
-tensors in the bucket that are split along the same dimensions. If one rank alone needs the full
-tensors, the shards travel along each dimension to the ranks that have its coordinate there, and the
-other ranks are done. Shards travel as bytes, so that the tensors of a bucket may differ in dtype.
-The parts of all ranks have sections of equal length in a message, since the backends need it.
-"""
+"""Full tensors of sharded ones, gathered in buckets."""
 
 import copy
 import math
@@ -92,9 +84,16 @@ class _Section(NamedTuple):
     length: int
 
 
+# [Note: Buckets of shards]
+# The tensors of a bucket are gathered together, one dimension of their mesh after another, from the
+# outermost to the innermost. Each gather is one message for the shards of all tensors in the bucket
+# that are split along the same dimensions. If one rank alone needs the full tensors, the shards
+# travel along each dimension to the ranks that have its coordinate there, and the other ranks are
+# done. Shards travel as bytes, so that the tensors of a bucket may differ in dtype. The parts of
+# all ranks have sections of equal length in a message, since the backends need it.
 @dataclass(frozen=True)
 class ShardGatherer:
-    """Gathers full tensors of sharded ones. See ``[Note: Buckets of shards]``.
+    """Gathers full tensors of sharded ones.
 
     Args:
         communicator: all ranks of the job.

@@ -1,10 +1,4 @@
-"""The search for values in a state that training cannot go on from.
-
-[Note: bad values]
-In a trained parameter and in the state of an optimizer, NaN and infinity are bad: the next step
-spreads them. In a buffer and in a frozen parameter only NaN is bad: attention masks hold -inf on
-purpose. Tensors outside of modules and optimizers are the user's own, and are not searched.
-"""
+"""The search for values in a state that training cannot go on from."""
 
 from collections.abc import Callable
 
@@ -25,8 +19,12 @@ _Tensors = dict[str, Tensor]  # the tensors of this rank by names for messages
 _PACKED_DTYPE = torch.float4_e2m1fn_x2
 
 
+# [Note: bad values]
+# In a trained parameter and in the state of an optimizer, NaN and infinity are bad: the next step
+# spreads them. In a buffer and in a frozen parameter only NaN is bad: attention masks hold -inf on
+# purpose. Tensors outside of modules and optimizers are the user's own, and are not searched.
 def find_bad_tensor(state: State, content: PlainState, rank: int) -> BadTensor | None:
-    """Return a tensor of this rank with bad values, or None. See ``[Note: bad values]``.
+    """Return a tensor of this rank with bad values, or None.
 
     Of a DTensor, only the shard of this rank is searched. Not a collective.
 

@@ -1,24 +1,4 @@
-"""The newest checkpoints of a run, and the best one, in a folder.
-
-[Note: files of a run]
-Each checkpoint has a unique name: ``00000017-step-3000`` is the 17th save. So no save overwrites
-another, and the names sort in the order of the saves even if a run goes back to an earlier step. A
-checkpoint is valid once :meth:`Fabric.save <fabric.Fabric.save>` has committed it. A save takes
-these steps:
-
-1. The metrics are written to a file with the name of the checkpoint and ``.json``.
-2. The checkpoint is written and committed.
-3. The text files ``latest`` and ``best`` get the names of these two checkpoints.
-4. Older checkpoints are removed, each one before its metrics. The checkpoints that the text files
-   named before step 3 stay until the next save: another process may have read a name and not opened
-   the checkpoint yet.
-
-Whenever a job dies, the two text files name checkpoints that exist, and the next job knows from the
-names alone what to remove.
-
-The name of a save whose state has bad values ends with ``-unhealthy``. In place of metrics, its
-``.json`` has the bad tensor. The text files never name it.
-"""
+"""The newest checkpoints of a run, and the best one, in a folder."""
 
 import fcntl
 import json
@@ -402,12 +382,13 @@ class Checkpoints:
             request, problem, expected="the same on all ranks", suggestion=suggestion
         )
 
+    # See [Note: files of a run].
     @contextmanager
     def _commit(self, name: str, metrics: _Metrics, communicator: Communicator) -> Iterator[None]:
         """Write the metrics, have the block save a checkpoint, and then remove older checkpoints.
 
         Collective over ``communicator``. A background save enters this context on the thread that
-        writes. See ``[Note: files of a run]``.
+        writes.
 
         Args:
             name: the name of the checkpoint.
@@ -725,8 +706,25 @@ def _step_number(name: str) -> int:
     return int(name.split("-")[2])
 
 
+# [Note: files of a run]
+# Each checkpoint has a unique name: `00000017-step-3000` is the 17th save. So no save overwrites
+# another, and the names sort in the order of the saves even if a run goes back to an earlier step.
+# A checkpoint is valid once `Fabric.save` has committed it. A save takes these steps:
+#
+# 1. The metrics are written to a file with the name of the checkpoint and `.json`.
+# 2. The checkpoint is written and committed.
+# 3. The text files `latest` and `best` get the names of these two checkpoints.
+# 4. Older checkpoints are removed, each one before its metrics. The checkpoints that the text files
+#    named before step 3 stay until the next save: another process may have read a name and not
+#    opened the checkpoint yet.
+#
+# Whenever a job dies, the two text files name checkpoints that exist, and the next job knows from
+# the names alone what to remove.
+#
+# The name of a save whose state has bad values ends with `-unhealthy`. In place of metrics, its
+# `.json` has the bad tensor. The text files never name it.
 class _RunFolder:
-    """The files of a run, on rank 0. See ``[Note: files of a run]``.
+    """The files of a run, on rank 0.
 
     Args:
         request: what the user asked for, for errors.

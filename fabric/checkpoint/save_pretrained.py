@@ -1,11 +1,4 @@
-"""Saves of a module to a folder that Hugging Face's libraries read, by all ranks of a job.
-
-[Note: a folder of weights] Rank 0 makes a temporary folder beside the target. Each rank writes some
-of its files: for every tensor, all ranks gather the shards, and one rank writes the values. Rank 0
-adds the config and the index, and renames the folder to the target. So the target has all files or
-does not exist. Rank 0 holds a lock on the temporary folder, and the next save to the same target
-removes a temporary folder that can be locked.
-"""
+"""Saves of a module to a folder that Hugging Face's libraries read, by all ranks of a job."""
 
 import copy
 import fcntl
@@ -65,9 +58,15 @@ class _WeightsFile:
     writer: int
 
 
+# [Note: a folder of weights]
+# Rank 0 makes a temporary folder beside the target. Each rank writes some of its files: for every
+# tensor, all ranks gather the shards, and one rank writes the values. Rank 0 adds the config and
+# the index, and renames the folder to the target. So the target has all files or does not exist.
+# Rank 0 holds a lock on the temporary folder, and the next save to the same target removes a
+# temporary folder that can be locked.
 @dataclass(frozen=True)
 class PretrainedSave:
-    """A save of a module to a folder of weights. See ``[Note: a folder of weights]``.
+    """A save of a module to a folder of weights.
 
     Args:
         communicator: all ranks of the job.
@@ -312,12 +311,12 @@ def _sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
+# See [Note: a folder of weights].
 @contextmanager
 def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
     """Yield a temporary folder that becomes the folder ``path`` if the block raises no error.
 
-    Rank 0 calls it. See ``[Note: a folder of weights]``. ``request`` is what the user asked for,
-    for errors.
+    Rank 0 calls it. ``request`` is what the user asked for, for errors.
 
     Raises:
         CheckpointError: there is something at ``path``, or ``path`` is remote.

@@ -1,6 +1,5 @@
 """A checkpoint in a folder, which all ranks write in parallel and any number of ranks can read.
 
-[Note: files of a sharded checkpoint]
 Each rank writes its shards to a *safetensors* file, with the metadata of torch's own format in its
 header, so that ``torch.distributed.checkpoint.HuggingFaceStorageReader`` and the safetensors
 library can read it too. The file has room for one shard of each tensor. If a rank holds a second
@@ -8,22 +7,6 @@ shard of a tensor, the second shard goes to a second file. A dtype that safetens
 is written as bytes, with one more dimension. Non-tensor state is in the index, which is JSON. State
 of a single rank, such as its random states, is in a JSON file of that rank. Nothing in the folder
 can name code.
-
-[Note: commit of a folder]
-A non-empty folder cannot be replaced atomically, but a file can. So the *index* names the save
-whose data files are valid. A save takes these steps:
-
-1. It opens a temporary index, whose name has the ID of the save: ``.index.json.<ID>.tmp``. While
-   the temporary index exists, no other process touches the files of this save.
-2. It writes data files, whose names have the ID and the suffix ``.tmp``, which torch's readers
-   skip. It flushes the files to the disk.
-3. It renames the temporary index to ``index.json``, which replaces the old index. This is the
-   commit.
-4. It removes the data files of older saves, and removes the suffix from the names of the new files.
-
-Until step 4, fabric finds the new files by the suffix. So a process that dies at any point leaves
-the old checkpoint or the new one. The next save removes the files of a save that the index does not
-name and that has no temporary index.
 """
 
 import json
@@ -96,6 +79,22 @@ class _SavePlan(NamedTuple):
     stored_names: dict[str, str]
 
 
+# [Note: commit of a folder]
+# A non-empty folder cannot be replaced atomically, but a file can. So the *index* names the save
+# whose data files are valid. A save takes these steps:
+#
+# 1. It opens a temporary index, whose name has the ID of the save: `.index.json.<ID>.tmp`. While
+#    the temporary index exists, no other process touches the files of this save.
+# 2. It writes data files, whose names have the ID and the suffix `.tmp`, which torch's readers
+#    skip. It flushes the files to the disk.
+# 3. It renames the temporary index to `index.json`, which replaces the old index. This is the
+#    commit.
+# 4. It removes the data files of older saves, and removes the suffix from the names of the new
+#    files.
+#
+# Until step 4, fabric finds the new files by the suffix. So a process that dies at any point leaves
+# the old checkpoint or the new one. The next save removes the files of a save that the index does
+# not name and that has no temporary index.
 class ShardedCheckpoint:
     """The sharded format: one folder per checkpoint, in which each rank writes its own shards.
 
@@ -288,12 +287,13 @@ def refuse_in_memory_path(request: str, path: Location, communicator: Communicat
         )
 
 
+# See [Note: commit of a folder].
 @contextmanager
 def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
     """Yield a save, whose block fills a folder and writes the index, and commit the save.
 
-    Only rank 0 calls it. If the block raises, the old checkpoint stays as it was. See ``[Note:
-    commit of a folder]``. ``request`` is what the user asked for, for errors.
+    Only rank 0 calls it. If the block raises, the old checkpoint stays as it was. ``request`` is
+    what the user asked for, for errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
@@ -562,12 +562,13 @@ def remove_folder(folder: Location) -> None:
         folder.rmdir()  # fails, and leaves the folder, if it holds anything else
 
 
+# See [Note: commit of a folder].
 def clean(folder: Location) -> None:
     """Remove files of uncommitted saves, and give those of the committed save their final names.
 
     The index names the committed save. Files that a process is still writing stay. Rank 0 calls
-    this function after the commit of a save, see ``[Note: commit of a folder]``, and before a save,
-    in case the last save was interrupted.
+    this function after the commit of a save, and before a save, in case the last save was
+    interrupted.
     """
     save_ids = _finished_files(folder)
     # The index is read after the listing. In the other order, a save that another process commits

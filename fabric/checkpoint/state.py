@@ -1,11 +1,4 @@
-"""The user's objects as plain state. Knows nothing of files, processes or strategies.
-
-[Note: plain state]
-State is *plain* when ``torch.load(weights_only=True)`` can read it back: tensors, numbers, strings,
-bytes, ``None``, dtypes, devices, and dicts, lists, tuples and sets of these. The types have to be
-exact, since a subclass is rebuilt by running its code. Any other value is refused when it is saved,
-and not only after the run, when it is loaded.
-"""
+"""The user's objects as plain state. Knows nothing of files, processes or strategies."""
 
 import copy
 import operator
@@ -389,8 +382,13 @@ def _refuse_loop(path: KeyPath, value: Any) -> None:
         raise unsupported(path, value)
 
 
+# [Note: plain state]
+# State is *plain* when `torch.load(weights_only=True)` can read it back: tensors, numbers, strings,
+# bytes, `None`, dtypes, devices, and dicts, lists, tuples and sets of these. The types have to be
+# exact, since a subclass is rebuilt by running its code. Any other value is refused when it is
+# saved, and not only after the run, when it is loaded.
 def check_plain(name: str, value: Any) -> None:
-    """Raise an ArgumentTypeError unless an entry of a state is plain. See ``[Note: plain state]``.
+    """Raise an ArgumentTypeError unless an entry of a state is plain.
 
     Instances of classes in ``torch.serialization.add_safe_globals`` are accepted.
     """

@@ -1,6 +1,5 @@
 """Where checkpoints are: local paths, and paths with a scheme such as ``s3://bucket/run``.
 
-[Note: objects]
 An object store has no renames and no locks, but an upload is atomic. So a file is written to the
 local temporary folder, and uploaded when it is complete. A failure before the upload leaves nothing
 in the store. (A file that fsspec opens for writing may appear in the store when it is closed after

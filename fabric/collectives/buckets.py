@@ -1,7 +1,7 @@
 """Buckets: the flat buffers in which the leaves of a collection are sent.
 
-[Note: Buckets] The leaves of one dtype are sent in one flat, contiguous buffer and thus in one
-collective. The order of the leaves is the order in which :func:`fabric.tree.flatten` visits them.
+The leaves of one dtype are sent in one flat, contiguous buffer and thus in one collective. The
+order of the leaves is the order in which :func:`fabric.tree.flatten` visits them.
 
 - Nothing in this file writes into what the caller passed. A buffer is always a copy. gloo reduces
   the wrong elements of a non-contiguous view (pytorch#192920), so a buffer is contiguous.
@@ -13,9 +13,6 @@ collective. The order of the leaves is the order in which :func:`fabric.tree.fla
   whose mean is taken travel in float32, since their sum may overflow where the mean does not.
   Integers of at most 32 bits whose sum is taken travel in a larger dtype, in which no sum wraps
   around: a sum that does not fit their own dtype is an error.
-
-[Note: Chunks] A tensor of shape ``(size, *s)`` has a chunk of shape ``s`` for each rank. Its buffer
-has shape ``(size, n)``, so that the chunks of one rank lie together.
 """
 
 from array import array
@@ -98,14 +95,17 @@ class _Number(NamedTuple):
     dtype: torch.dtype
 
 
+# [Note: Chunks]
+# A tensor of shape `(size, *s)` has a chunk of shape `s` for each rank. Its buffer has shape
+# `(size, n)`, so that the chunks of one rank lie together.
 @dataclass(slots=True)
 class Bucket:
     """The tensors and Python numbers of one dtype in a collection, which share one flat buffer.
 
     Attributes:
         dtype: the dtype of the leaves.
-        num_chunks: the number of chunks of each tensor, see ``[Note: Chunks]``. None if tensors are
-            sent whole. A bucket with chunks has no numbers.
+        num_chunks: the number of chunks of each tensor. None if tensors are sent whole. A bucket
+            with chunks has no numbers.
         tensors: the tensors.
         tensor_positions: the position of each tensor among all leaves of the collection.
         numbers: the Python numbers. They follow the tensors in the buffer.
@@ -351,10 +351,11 @@ def pack(
     return list(buckets.values())
 
 
+# See [Note: Chunks].
 def pack_chunks(
     leaves: list[Leaf], structure: Structure, size: int, operation: str
 ) -> list[Bucket]:
-    """Sort tensors that have a chunk for each rank into buckets. See ``[Note: Chunks]``.
+    """Sort tensors that have a chunk for each rank into buckets.
 
     Not a collective.
 

@@ -1,6 +1,6 @@
 """Objects that one rank sends to another as bytes: scatter, gather, send and receive.
 
-[Note: Messages] A message is one buffer of bytes with three sections:
+A message is one buffer of bytes with three sections:
 
 - the length of the pickle, in 8 bytes;
 - the pickle of the object, in which a :class:`TensorMeta` stands for each tensor;

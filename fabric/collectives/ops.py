@@ -3,19 +3,6 @@
 See :class:`fabric.Fabric` for the meaning of each operation. Collective: all ranks of the
 communicator must call these functions, with collections of the same structure, shapes and dtypes.
 Nothing writes into the arguments.
-
-[Note: Gradients] A gradient through a collective is the gradient of the sum over ranks of each
-rank's local loss. Every backward pass is itself a collective:
-
-- all-reduce: the same all-reduce;
-- all-gather: a reduce-scatter with a sum;
-- reduce-scatter: an all-gather, divided by the number of ranks if the reduction is a mean;
-- all-to-all: an all-to-all;
-- broadcast: an all-reduce with a sum, whose result only the source uses.
-
-All of them can be differentiated again. Every rank has to run the backward pass if it ran the
-forward pass. A leaf that requires no gradient is returned without a gradient, even if it was sent
-in one buffer with leaves that require a gradient.
 """
 
 from array import array
@@ -613,8 +600,21 @@ def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Buc
 # -- gradients ------------------------------------------------------------------------------------
 
 
+# [Note: Gradients]
+# A gradient through a collective is the gradient of the sum over ranks of each rank's local loss.
+# Every backward pass is itself a collective:
+#
+# - all-reduce: the same all-reduce;
+# - all-gather: a reduce-scatter with a sum;
+# - reduce-scatter: an all-gather, divided by the number of ranks if the reduction is a mean;
+# - all-to-all: an all-to-all;
+# - broadcast: an all-reduce with a sum, whose result only the source uses.
+#
+# All of them can be differentiated again. Every rank has to run the backward pass if it ran the
+# forward pass. A leaf that requires no gradient is returned without a gradient, even if it was sent
+# in one buffer with leaves that require a gradient.
 class _Differentiable(torch.autograd.Function):
-    """A collective whose backward pass is a collective. See ``[Note: Gradients]``."""
+    """A collective whose backward pass is a collective."""
 
     @staticmethod
     def forward(
@@ -641,12 +641,12 @@ class _Differentiable(torch.autograd.Function):
         copied_buffer = copied_buffer.resolve_conj().resolve_neg()
         return communicator.run(collective._replace(buffer=copied_buffer))
 
+    # See [Note: Gradients].
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         """Return the gradient of ``buffer``, from the gradient of the result. Collective.
 
-        The gradient is that of the sum over ranks of each rank's local loss. See
-        ``[Note: Gradients]`` in ops.py for the collective of each backward pass.
+        The gradient is that of the sum over ranks of each rank's local loss.
         """
         (grad_of_result,) = grads
         communicator = ctx.communicator

@@ -126,6 +126,7 @@ def _no_arguments() -> str:
     return ""
 
 
+# See [Note: Signatures] in checked.py.
 class CallDescription(NamedTuple):
     """A call of the user, for errors, reports and signatures. It may make several collectives.
 
@@ -137,8 +138,7 @@ class CallDescription(NamedTuple):
             only when the text is needed.
         signature_text: everything that must be the same on all ranks, as a text. The ranks compare
             its checksum, which is the signature of the call. Empty if this rank could not make its
-            call. None, the default, if the call has no signature. See ``[Note: Signatures]`` in
-            ``checked.py``.
+            call. None, the default, if the call has no signature.
         reads_result: whether this rank reads the result at once, and so waits for the device.
             Default: False.
         call_site: where the user made the call, if another thread makes the collectives. None, the

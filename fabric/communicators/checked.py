@@ -1,19 +1,4 @@
-"""Signatures of calls: every rank sees whether all ranks make the same call.
-
-[Note: Signatures] The first message of a call carries a *signature*: a checksum of everything that
-must be the same on all ranks, such as operation, reduction, names, shapes and dtypes. The message
-is an all-gather of rows of one fixed length, since the backends abort or hang if lengths differ
-between ranks. If the data of a reduction or gather fits into the row after the checksum, the row
-carries the data, too, and each rank reduces the rows in rank order. Otherwise the call itself
-follows. In groups of more than 16 ranks, where the rows would take much memory, a max-reduction of
-the checksum and its negative precedes each call. Every rank sees whether all checksums agree, so
-either all ranks raise or none does. A rank that cannot make its call sends a checksum that no call
-has. On the CPU the rows of a call are kept for the next call with the same text, so that a call in
-a loop only copies its data.
-
-On an accelerator, reading a checksum waits for the device. So the checksums are kept in
-:class:`PendingSignatures`, and are read where the program waits for the device anyway.
-"""
+"""Signatures of calls: every rank sees whether all ranks make the same call."""
 
 import sys
 from typing import Any, NamedTuple
@@ -102,12 +87,12 @@ class PendingSignatures:
                 raise _mismatch_error(signature.call_text)
 
 
+# See [Note: Signatures].
 class _Rows:
     """The rows of the signed messages of one call, and views of them.
 
-    A row has the checksum of a call, and then the data of the call if the data fits. See
-    ``[Note: Signatures]``. A call in a loop uses its rows again, since making the views takes
-    longer than copying a few numbers.
+    A row has the checksum of a call, and then the data of the call if the data fits. A call in a
+    loop uses its rows again, since making the views takes longer than copying a few numbers.
 
     Args:
         text: everything that must be the same on all ranks.
@@ -143,12 +128,26 @@ class _Rows:
             self.data_by_rank = self.data.unbind()
 
 
+# [Note: Signatures]
+# The first message of a call carries a *signature*: a checksum of everything that must be the same
+# on all ranks, such as operation, reduction, names, shapes and dtypes. The message is an all-gather
+# of rows of one fixed length, since the backends abort or hang if lengths differ between ranks. If
+# the data of a reduction or gather fits into the row after the checksum, the row carries the data,
+# too, and each rank reduces the rows in rank order. Otherwise the call itself follows. In groups of
+# more than 16 ranks, where the rows would take much memory, a max-reduction of the checksum and its
+# negative precedes each call. Every rank sees whether all checksums agree, so either all ranks
+# raise or none does. A rank that cannot make its call sends a checksum that no call has. On the CPU
+# the rows of a call are kept for the next call with the same text, so that a call in a loop only
+# copies its data.
+#
+# On an accelerator, reading a checksum waits for the device. So the checksums are kept in
+# `PendingSignatures`, and are read where the program waits for the device anyway.
 class CheckedCommunicator(Communicator):
     """A wrapper of any communicator that raises on all ranks if their calls differ.
 
     A *signature* is a checksum of everything that must be the same on all ranks. It travels in the
-    *row* that each rank sends first, if possible together with the data of the call. See
-    ``[Note: Signatures]``. Calls without a text to compare are passed on unchanged.
+    *row* that each rank sends first, if possible together with the data of the call. Calls without
+    a text to compare are passed on unchanged.
 
     Args:
         inner: the communicator that transfers the data.

@@ -15,11 +15,12 @@ from fabric.errors import UsageError
 __all__ = ["RecordedCommunicator"]
 
 
+# See [Note: Signatures] in checked.py.
 class RecordedCommunicator(Communicator):
     """A wrapper of any communicator that records each collective and runs the checks before it.
 
     If a collective times out, its error gets a hang report as a note. The signatures of calls are
-    compared, too; see ``[Note: Signatures]`` in ``communicators/checked.py``.
+    compared, too.
 
     Args:
         inner: the communicator that transfers the data.

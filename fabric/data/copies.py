@@ -1,12 +1,4 @@
-"""Copies of batches to a device.
-
-[Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device is still
-computing the step before. A copy on the *compute stream*, which is the current stream at that
-moment, would wait for that step. So the copy runs on a *side stream*, and the compute stream waits
-for the copy. ``record_stream`` marks the copied tensors as used on the compute stream, so that
-torch does not reuse their memory for the next copy too early. Batches are fetched from the loader
-no earlier than in the plain loop.
-"""
+"""Copies of batches to a device."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -50,8 +42,15 @@ def mover(
     return partial(to_device, device=device, non_blocking=bool(loader.pin_memory))
 
 
+# [Note: Overlapped copies]
+# The CPU runs ahead of a GPU: when it asks for a batch, the device is still computing the step
+# before. A copy on the *compute stream*, which is the current stream at that moment, would wait for
+# that step. So the copy runs on a *side stream*, and the compute stream waits for the copy.
+# `record_stream` marks the copied tensors as used on the compute stream, so that torch does not
+# reuse their memory for the next copy too early. Batches are fetched from the loader no earlier
+# than in the plain loop.
 class OverlappedCopies:
-    """Moves batches to a CUDA device on a side stream; see ``[Note: Overlapped copies]``.
+    """Moves batches to a CUDA device on a side stream.
 
     A batch has the same values as by ``tensor.to(device)``, and is ready on the compute stream. As
     with every CUDA tensor, to use it on a third stream, wait for the compute stream and call

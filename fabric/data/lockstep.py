@@ -1,17 +1,4 @@
-"""Loops that end on all ranks together, although the ranks have different numbers of batches.
-
-[Note: Uneven ranks] Where fabric does not shard the data, ranks may have different numbers of
-batches. Under ``uneven="shortest"`` all ranks stop when the first rank runs out. Under
-``"longest"`` they stop when every rank has run out. Until then a rank without batches gets its
-last batch again, a *repeat*. A rank that never had a batch gets another rank's first batch. One
-batch ahead, all ranks exchange their *batch counts*: how many batches each rank has left. The
-exchange runs in a separate thread and group while the loop computes. If all ranks know their
-counts, the first exchange is the only one. A rank that does not know its count can only say that it
-has another batch, and the counts are exchanged before each batch.
-
-A repeat is not part of the epoch. Its loss and weight count as zero in ``fabric.backward``, it does
-not change the position, and random streams and module buffers are restored before the next batch.
-"""
+"""Loops that end on all ranks together, although the ranks have different numbers of batches."""
 
 import copy
 import sys
@@ -131,6 +118,18 @@ def _refuse_length(comparison: str) -> NoReturn:
     )
 
 
+# [Note: Uneven ranks]
+# Where fabric does not shard the data, ranks may have different numbers of batches. Under
+# `uneven="shortest"` all ranks stop when the first rank runs out. Under `"longest"` they stop when
+# every rank has run out. Until then a rank without batches gets its last batch again, a *repeat*. A
+# rank that never had a batch gets another rank's first batch. One batch ahead, all ranks exchange
+# their *batch counts*: how many batches each rank has left. The exchange runs in a separate thread
+# and group while the loop computes. If all ranks know their counts, the first exchange is the only
+# one. A rank that does not know its count can only say that it has another batch, and the counts
+# are exchanged before each batch.
+#
+# A repeat is not part of the epoch. Its loss and weight count as zero in `fabric.backward`, it does
+# not change the position, and random streams and module buffers are restored before the next batch.
 class Lockstep:
     """Ends loops on all ranks together.
 

@@ -1,10 +1,4 @@
-"""Metrics of torchmetrics: computed over all ranks in one exchange, and saved for each rank.
-
-[Note: metrics] A metric accumulates the samples of its own rank, so its states differ between
-ranks. A checkpoint holds the states of all ranks, and each rank resumes exactly from its own. The
-state of a metric is its declared states, other tensors among its attributes, and its number of
-updates.
-"""
+"""Metrics of torchmetrics: computed over all ranks in one exchange, and saved for each rank."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,10 +125,12 @@ def _is_available() -> bool:
     return True
 
 
+# [Note: metrics]
+# A metric accumulates the samples of its own rank, so its states differ between ranks. A checkpoint
+# holds the states of all ranks, and each rank resumes exactly from its own. The state of a metric
+# is its declared states, other tensors among its attributes, and its number of updates.
 def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of this rank's metrics on the CPU, for a checkpoint.
-
-    See ``[Note: metrics]``.
 
     Args:
         state: the user's objects by name. Objects without metrics are left out.
@@ -256,10 +252,9 @@ def _metrics_in(value: Any) -> dict[str, Any]:
     return metrics
 
 
+# See [Note: metrics].
 def _state_of(metric: Any) -> dict[str, Any]:
     """Return the state of a metric, copied to the CPU: attributes by name.
-
-    See ``[Note: metrics]``.
 
     Raises:
         UsageError: the metric is synced, so its states are not the states of this rank alone.

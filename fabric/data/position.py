@@ -1,14 +1,4 @@
-"""The position of a loop over a loader.
-
-[Note: Data] The *order* is what the user's own sampler yields in one epoch, the same on every
-rank: single samples or, from a batch sampler, whole batches. An *entry* is one item of the order.
-The order is *sharded*: this rank takes the entries ``rank, rank + num_replicas, ...``. The *cursor*
-counts how many entries of the order all ranks together have received, in the *unit* of the order:
-``"samples"`` that the loader groups into batches, ``"single samples"`` of a loader without
-automatic batching, or ``"batches"``. The cursor does not depend on the number of ranks or, in
-samples, on the batch size. When a position is loaded, the remaining entries of the order are
-sharded again.
-"""
+"""The position of a loop over a loader."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +22,15 @@ class MicroBatch(NamedTuple):
     window_length: int
 
 
+# [Note: Data]
+# The *order* is what the user's own sampler yields in one epoch, the same on every rank: single
+# samples or, from a batch sampler, whole batches. An *entry* is one item of the order. The order is
+# *sharded*: this rank takes the entries `rank, rank + num_replicas, ...`. The *cursor* counts how
+# many entries of the order all ranks together have received, in the *unit* of the order:
+# `"samples"` that the loader groups into batches, `"single samples"` of a loader without automatic
+# batching, or `"batches"`. The cursor does not depend on the number of ranks or, in samples, on the
+# batch size. When a position is loaded, the remaining entries of the order are sharded again.
+# See [Note: Uneven ranks] in lockstep.py.
 @dataclass(eq=False)
 class EpochPosition:
     """The position of one iteration over a loader, which the iteration updates.
@@ -45,8 +44,7 @@ class EpochPosition:
             is the phase of the drawing, ``"begin"`` or ``"draw"``. Empty for a new order.
         drawn_states: states of the random streams from which the order was drawn, by phase.
         received_batches: number of batches that the user has received, without repeats.
-        is_repeat: whether the current batch is a repeat. See ``[Note: Uneven ranks]`` in
-            ``lockstep.py``.
+        is_repeat: whether the current batch is a repeat.
         is_finished: whether the iteration has ended.
         is_final: whether the current batch is known to be the last one.
         micro_batch: the current micro-batch while a window of

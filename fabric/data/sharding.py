@@ -91,14 +91,15 @@ class SynchronizedStreams:
         return state, result
 
 
+# See [Note: Data] in position.py.
 class ShardedSampler:
     """This rank's shard of a sampler's order; torch's iterator takes its indices from it.
 
     The *order* is what the user's sampler yields in one epoch. An *entry* is one item of the order:
     a sample or, from a batch sampler, a whole batch.
 
-    See ``[Note: Data]`` in ``position.py``. A *round* is ``num_replicas`` entries, one for each
-    rank. The random numbers of the order are drawn at these times:
+    A *round* is ``num_replicas`` entries, one for each rank. The random numbers of the order are
+    drawn at these times:
 
     - One replica: at the times at which torch's own loop draws them.
     - Several replicas, and a sampler with a length: at the start of the epoch.

@@ -104,9 +104,10 @@ class LoaderSpec:
     sharded_sampler: ShardedSampler | None = None
     worker_seed_streams: SynchronizedStreams | None = None
 
+    # See [Note: Uneven ranks] in lockstep.py.
     @property
     def ends_in_lockstep(self) -> bool:
-        """Whether a loop ends on all ranks together; see ``[Note: Uneven ranks]``."""
+        """Whether a loop ends on all ranks together."""
         return self.uneven in _LOCKSTEP_POLICIES
 
     @property

@@ -1,16 +1,4 @@
-"""Checked mode: compares the calls of all ranks before any data is sent.
-
-[Note: Progress] Each rank publishes one record, which it overwrites whenever it starts a call. The
-record has the number of calls that the rank has started in each group, and the latest call. In call
-number n of a group, a rank waits until every member has started its call number n of that group,
-and compares these calls. It continues once all have started and agree. So a member that has started
-call number n + 1 has agreed in call number n: it has seen this rank's record. Hence a rank may
-overwrite its record before slow readers have read it, groups progress independently of each other,
-and each rank waits for all members of one group at a time. A cycle of ranks that wait for each
-other, in any groups, is then a deadlock. No other deadlock exists: every other wait ends, or leads
-to a rank that makes no further calls. A rank that waits in several threads may continue in any of
-them, so it counts as a rank that does not wait.
-"""
+"""Checked mode: compares the calls of all ranks before any data is sent."""
 
 import os
 import sys
@@ -127,8 +115,19 @@ class Call(NamedTuple):
         return f"{self.operation} at {self.location}"
 
 
+# [Note: Progress]
+# Each rank publishes one record, which it overwrites whenever it starts a call. The record has the
+# number of calls that the rank has started in each group, and the latest call. In call number n of
+# a group, a rank waits until every member has started its call number n of that group, and compares
+# these calls. It continues once all have started and agree. So a member that has started call
+# number n + 1 has agreed in call number n: it has seen this rank's record. Hence a rank may
+# overwrite its record before slow readers have read it, groups progress independently of each
+# other, and each rank waits for all members of one group at a time. A cycle of ranks that wait for
+# each other, in any groups, is then a deadlock. No other deadlock exists: every other wait ends, or
+# leads to a rank that makes no further calls. A rank that waits in several threads may continue in
+# any of them, so it counts as a rank that does not wait.
 class _Record(NamedTuple):
-    """The record that one rank publishes. See ``[Note: Progress]``.
+    """The record that one rank publishes.
 
     Attributes:
         started: the number of calls that the rank has started, by group.
@@ -150,12 +149,13 @@ class _Record(NamedTuple):
 _NO_CALLS = _Record(started={}, calls=(), end_reason="")
 
 
+# See [Note: Progress].
 class CollectiveChecker:
     """Compares the calls of this rank with those of the other ranks, before data is sent.
 
     Each rank publishes a *record*: the number of calls that it has started in each group, and its
     latest call. A rank waits in a call until the records of all members of the group show the same
-    call. See ``[Note: Progress]``.
+    call.
 
     After the first error the ranks are out of sync, so every further call on this rank raises.
 

@@ -1,17 +1,4 @@
-"""A check that users clip and read the gradients that a step uses.
-
-[Note: Gradients before the step] After ``fabric.backward`` gradients may still be multiplied by the
-loss scale, or not yet be divided by the loss weights. ``fabric.clip_gradients`` or the step changes
-that. A clipping function of torch that is called in between clips by a norm of other gradients.
-
-A call of such a function is not visible. The check raises if two things come together: a gradient
-was changed after the backward pass, and the code between the backward pass and the step names a
-clipping function. Other changes, such as a mask or a factor, may be made before the gradients are
-scaled as well as after.
-
-A norm that is computed in between, for a log or for clipping by hand, is that of other gradients,
-too. The check warns of the line, see ``[Note: Gradient reads]``.
-"""
+"""A check that users clip and read the gradients that a step uses."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -33,11 +20,23 @@ from fabric.optim.gradients import local_gradients
 __all__ = ["ClippingCheck"]
 
 
+# [Note: Gradients before the step]
+# After `fabric.backward` gradients may still be multiplied by the loss scale, or not yet be divided
+# by the loss weights. `fabric.clip_gradients` or the step changes that. A clipping function of
+# torch that is called in between clips by a norm of other gradients.
+#
+# A call of such a function is not visible. The check raises if two things come together: a gradient
+# was changed after the backward pass, and the code between the backward pass and the step names a
+# clipping function. Other changes, such as a mask or a factor, may be made before the gradients are
+# scaled as well as after.
+#
+# A norm that is computed in between, for a log or for clipping by hand, is that of other gradients,
+# too. The check warns of the line, see [Note: Gradient reads] in gradient_reads.py.
 class ClippingCheck:
     """A check that users do not clip gradients by torch before fabric has completed them.
 
     Gradients are *incomplete* as long as they are multiplied by the loss scale, or are not divided
-    by the loss weights. See ``[Note: Gradients before the step]``.
+    by the loss weights.
 
     Args:
         pending_change: returns why the gradients of an optimizer are incomplete, such as

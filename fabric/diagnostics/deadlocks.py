@@ -1,14 +1,4 @@
-"""The proof that ranks wait for each other, and can never go on.
-
-[Note: Deadlocks] Some reports prove that ranks can never go on: each of them waits for a rank that
-has ended, or that waits itself for one of these ranks. A call counts as a wait for the ranks that
-have not started it, since it cannot end without them. A phase counts as a wait only while the main
-thread uses no CPU time in one of torch's collectives. The states are not published at the same
-moment. The proof holds nevertheless: a rank that waits for a rank which has not started its call
-still waits when that rank publishes its state. Of these ranks, one ends its process with an error:
-the odd one, if a call has fewer ranks than every other call, or else the one that has waited
-longest. The others lose their connection to it, so that their calls raise.
-"""
+"""The proof that ranks wait for each other, and can never go on."""
 
 from collections.abc import Collection, Mapping
 
@@ -27,8 +17,17 @@ __all__ = [
 CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the proof in a report
 
 
+# [Note: Deadlocks]
+# Some reports prove that ranks can never go on: each of them waits for a rank that has ended, or
+# that waits itself for one of these ranks. A call counts as a wait for the ranks that have not
+# started it, since it cannot end without them. A phase counts as a wait only while the main thread
+# uses no CPU time in one of torch's collectives. The states are not published at the same moment.
+# The proof holds nevertheless: a rank that waits for a rank which has not started its call still
+# waits when that rank publishes its state. Of these ranks, one ends its process with an error: the
+# odd one, if a call has fewer ranks than every other call, or else the one that has waited longest.
+# The others lose their connection to it, so that their calls raise.
 def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
-    """Return the ranks that can never go on. See ``[Note: Deadlocks]``.
+    """Return the ranks that can never go on.
 
     At first, all waiting ranks count as deadlocked. In each round, the ranks that can still go on
     are taken out. The last round finds no such rank.

@@ -1,17 +1,4 @@
-"""Digests of tensors: 64-bit numbers that differ if any bit differs, or stands elsewhere.
-
-[Note: Digests] A digest is computed on the device of its tensor, by integer arithmetic modulo
-2**64, which gives the same number on every device. The bytes are read as 64-bit words, in rows of
-1,024 words. Each row is summed with an odd weight for each position, and the sums of the rows are
-summed with an odd weight for each row. A sum alone would not see that the sign bits of two elements
-are flipped: the top bits of two words cancel, whatever their odd weights. So each word is mixed
-before it is weighted: its upper bits are also added to its lower bits. (An exclusive or in place of
-this addition would mix a word and its complement alike, such as 0 and -1: the shift repeats the top
-bit.)
-
-Only tensors of the same shape and dtype are compared, such as the replicas of a parameter. A rank
-reads a sharded tensor as its own part, so digests of different shardings differ.
-"""
+"""Digests of tensors: 64-bit numbers that differ if any bit differs, or stands elsewhere."""
 
 from collections.abc import Iterable
 
@@ -74,10 +61,22 @@ def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
     return digests([*large, *concatenated])
 
 
+# [Note: Digests of replicas]
+# A digest is computed on the device of its tensor, by integer arithmetic modulo 2**64, which gives
+# the same number on every device. The bytes are read as 64-bit words, in rows of 1,024 words. Each
+# row is summed with an odd weight for each position, and the sums of the rows are summed with an
+# odd weight for each row. A sum alone would not see that the sign bits of two elements are flipped:
+# the top bits of two words cancel, whatever their odd weights. So each word is mixed before it is
+# weighted: its upper bits are also added to its lower bits. (An exclusive or in place of this
+# addition would mix a word and its complement alike, such as 0 and -1: the shift repeats the top
+# bit.)
+#
+# Only tensors of the same shape and dtype are compared, such as the replicas of a parameter. A rank
+# reads a sharded tensor as its own part, so digests of different shardings differ.
 def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
     """Return the digest of a tensor, as an int64 scalar on the tensor's device.
 
-    The bytes are summed in rows of words, and then the sums of the rows. See ``[Note: Digests]``.
+    The bytes are summed in rows of words, and then the sums of the rows.
 
     Args:
         tensor: the tensor, which is no DTensor.

@@ -1,19 +1,4 @@
-"""The check that data-parallel replicas draw different random numbers, and do different work.
-
-[Note: Equal draws] With one seed, all ranks draw the same dropout masks and the same noise, so that
-the job sees only as much randomness as a single process. Two replicas compare their random streams
-in the first training passes of each module. They draw the same numbers in two cases: the forward
-pass draws from equal streams, or numbers were drawn from equal streams since the pass before, and
-the outputs of both replicas are equal.
-
-[Note: Equal work] Without a set-up loader, nothing may divide the data: every rank then does the
-whole work, as with a graph that is one batch. Two replicas compare digests of the outputs of all
-modules, and of the losses, in the first backward passes. The losses alone do not tell: a loss of
-gathered embeddings is equal on all ranks.
-
-The replicas compare through the store and never by a collective, as in ``training_checks.py``. The
-replica that comes first writes its numbers, and the other replica warns if its numbers are equal.
-"""
+"""The check that data-parallel replicas draw different random numbers, and do different work."""
 
 import json
 import os
@@ -54,11 +39,25 @@ class _Draws(NamedTuple):
     outputs: list[int]
 
 
+# [Note: Equal draws]
+# With one seed, all ranks draw the same dropout masks and the same noise, so that the job sees only
+# as much randomness as a single process. Two replicas compare their random streams in the first
+# training passes of each module. They draw the same numbers in two cases: the forward pass draws
+# from equal streams, or numbers were drawn from equal streams since the pass before, and the
+# outputs of both replicas are equal.
+#
+# [Note: Equal work]
+# Without a set-up loader, nothing may divide the data: every rank then does the whole work, as with
+# a graph that is one batch. Two replicas compare digests of the outputs of all modules, and of the
+# losses, in the first backward passes. The losses alone do not tell: a loss of gathered embeddings
+# is equal on all ranks.
+#
+# The replicas compare through the store and never by a collective, as in `training_checks.py`. The
+# replica that comes first writes its numbers, and the other replica warns if its numbers are equal.
 class EqualDrawsCheck:
     """Warns if two replicas of the model draw the same random numbers, or do the same work.
 
-    Only the first passes of replicas 0 and 1 are checked: a mistake shows in any two replicas. See
-    ``[Note: Equal draws]`` and ``[Note: Equal work]``.
+    Only the first passes of replicas 0 and 1 are checked: a mistake shows in any two replicas.
 
     Args:
         store: the store in which the replicas compare their streams.

@@ -1,12 +1,4 @@
-"""A check that users train modules in training mode.
-
-[Note: Evaluation mode] Some libraries return a loaded model in evaluation mode, as
-``from_pretrained`` does, and a loop may forget ``model.train()``. The model then trains without
-dropout and with the old statistics of its batch normalization, and no error says so.
-
-The check warns if a module as a whole is in evaluation mode. A module in training mode with some
-layers in evaluation mode is meant: frozen batch normalization is trained like this.
-"""
+"""A check that users train modules in training mode."""
 
 from collections.abc import Collection
 from weakref import WeakSet
@@ -28,8 +20,15 @@ _DROPOUTS = (
 )
 
 
+# [Note: Evaluation mode]
+# Some libraries return a loaded model in evaluation mode, as `from_pretrained` does, and a loop may
+# forget `model.train()`. The model then trains without dropout and with the old statistics of its
+# batch normalization, and no error says so.
+#
+# The check warns if a module as a whole is in evaluation mode. A module in training mode with some
+# layers in evaluation mode is meant: frozen batch normalization is trained like this.
 class EvaluationModeCheck:
-    """Warns if an optimizer trains a module in evaluation mode. See ``[Note: Evaluation mode]``.
+    """Warns if an optimizer trains a module in evaluation mode.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.

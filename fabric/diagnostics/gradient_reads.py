@@ -1,11 +1,4 @@
-"""The lines of the user's code between a backward pass and a step that use gradients.
-
-[Note: Gradient reads] torch does not note that ``parameter.grad`` is read. But Python knows where
-in its code a function calls ``fabric.backward``, and where it then calls ``step``. The instructions
-in between, and those of the user's functions that are named there, show whether an attribute
-``grad`` is loaded, or a function of torch for norms of gradients. Loads that do no harm are left
-out: a comparison with None, clearing, and a mask or a factor in place.
-"""
+"""The lines of the user's code between a backward pass and a step that use gradients."""
 
 import dis
 import inspect
@@ -71,6 +64,12 @@ class _Segment(NamedTuple):
     values_by_name: Mapping[str, Any]
 
 
+# [Note: Gradient reads]
+# torch does not note that `parameter.grad` is read. But Python knows where in its code a function
+# calls `fabric.backward`, and where it then calls `step`. The instructions in between, and those of
+# the user's functions that are named there, show whether an attribute `grad` is loaded, or a
+# function of torch for norms of gradients. Loads that do no harm are left out: a comparison with
+# None, clearing, and a mask or a factor in place.
 def find_gradient_read(start: Sequence[CodePosition], frame: FrameType | None) -> CallSite | None:
     """Return a line of the user's code that reads a gradient between two calls. None without one.
 

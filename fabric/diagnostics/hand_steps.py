@@ -1,24 +1,4 @@
-"""A check of changes of parameters that no step of a set-up optimizer makes.
-
-[Note: Steps by hand] After ``fabric.backward`` gradients may still be multiplied by the loss scale,
-not be divided by the loss weights, or not be averaged over the ranks. The step of an optimizer and
-``fabric.clip_gradients`` complete them. A loop such as ``p -= lr * p.grad`` calls neither, and no
-hook sees it. So the check keeps a sample of the elements of each parameter after a backward pass,
-and compares it before the next one. Samples of parameters with which an optimizer steps are
-dropped.
-
-A parameter that was changed by hand is an error in two cases. The first case: its gradient was not
-complete, and the change went against the gradient. A snapshot that is loaded after a bad loss, or a
-limit for weights, changes parameters in other directions. The second case: the parameter must be
-equal on all ranks, and differs. The ranks compare their samples through the store and never by a
-collective. A rank with other values than the first rank writes them under the key "other", which
-the first rank reads before its next backward pass.
-
-The step of an optimizer that is not set up is checked like a change by hand where it changes an
-``nn.Parameter`` of the loss that no set-up module has: nothing averages its gradient over the
-ranks. And an optimizer that steps within a backward pass, called by a hook of a parameter, is an
-error if the gradients are completed only later, as under DDP.
-"""
+"""A check of changes of parameters that no step of a set-up optimizer makes."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -293,8 +273,27 @@ class _ChangeComparison:
         )
 
 
+# [Note: Steps by hand]
+# After `fabric.backward` gradients may still be multiplied by the loss scale, not be divided by the
+# loss weights, or not be averaged over the ranks. The step of an optimizer and
+# `fabric.clip_gradients` complete them. A loop such as `p -= lr * p.grad` calls neither, and no
+# hook sees it. So the check keeps a sample of the elements of each parameter after a backward pass,
+# and compares it before the next one. Samples of parameters with which an optimizer steps are
+# dropped.
+#
+# A parameter that was changed by hand is an error in two cases. The first case: its gradient was
+# not complete, and the change went against the gradient. A snapshot that is loaded after a bad
+# loss, or a limit for weights, changes parameters in other directions. The second case: the
+# parameter must be equal on all ranks, and differs. The ranks compare their samples through the
+# store and never by a collective. A rank with other values than the first rank writes them under
+# the key "other", which the first rank reads before its next backward pass.
+#
+# The step of an optimizer that is not set up is checked like a change by hand where it changes an
+# `nn.Parameter` of the loss that no set-up module has: nothing averages its gradient over the
+# ranks. And an optimizer that steps within a backward pass, called by a hook of a parameter, is an
+# error if the gradients are completed only later, as under DDP.
 class HandStepCheck:
-    """The check of a job's first backward passes. See ``[Note: Steps by hand]``.
+    """The check of a job's first backward passes.
 
     A step *by hand* is a change of parameters in place that no optimizer makes, as in
     ``parameter.data -= lr * parameter.grad``.

@@ -1,15 +1,4 @@
-"""The thread of each rank that reports hangs: it requests, answers and prints hang reports.
-
-[Note: Reports] Each rank has a thread that polls several times a minute, with its own connection to
-the store. The reports are numbered from 1. A rank whose flight recorder has not changed for longer
-than the threshold requests the next report, number n, by writing the key ``request/n``. Every rank
-that sees the key publishes its state: what the rank is doing, and its stack. Rank 0 composes the
-report. If rank 0 does not, for example because C++ code holds its interpreter, the requesting rank
-composes the report. The composing rank prints the report, and stores the text for ranks whose
-collective times out. If a rank publishes nothing, its stack is read as ``[Note: Stacks]`` in
-``stacks.py`` says. None of these steps is a collective, since a collective would hang, too. While a
-rank compiles, the report is not printed but requested again.
-"""
+"""The thread of each rank that reports hangs: it requests, answers and prints hang reports."""
 
 import json
 import os
@@ -86,12 +75,22 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
     return connection
 
 
+# [Note: Reports]
+# Each rank has a thread that polls several times a minute, with its own connection to the store.
+# The reports are numbered from 1. A rank whose flight recorder has not changed for longer than the
+# threshold requests the next report, number n, by writing the key `request/n`. Every rank that sees
+# the key publishes its state: what the rank is doing, and its stack. Rank 0 composes the report. If
+# rank 0 does not, for example because C++ code holds its interpreter, the requesting rank composes
+# the report. The composing rank prints the report, and stores the text for ranks whose collective
+# times out. If a rank publishes nothing, its stack is read as [Note: Stacks] in `stacks.py` says.
+# None of these steps is a collective, since a collective would hang, too. While a rank compiles,
+# the report is not printed but requested again.
 class HangReporter:
     """A thread that reports when this rank waits, and takes part in the reports of other ranks.
 
     A rank that waits for longer than the threshold *requests* the next report in the store. Every
     rank then publishes its *state*: what it is doing, and its stack. One rank composes the report
-    and prints it. See ``[Note: Reports]``. The thread runs from :meth:`start` to :meth:`close`.
+    and prints it. The thread runs from :meth:`start` to :meth:`close`.
 
     Args:
         store: the store of the job. Its connection is used by nothing else.

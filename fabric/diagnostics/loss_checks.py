@@ -1,7 +1,6 @@
-"""Checks of the first losses: whether a loss and its weight belong together.
+"""Checks of the first losses: whether a loss and its weight belong together."""
 
-See also ``[Note: Loss reduction]`` in ``fabric/diagnostics/loss_reduction.py``.
-"""
+# See also [Note: Loss reduction] in loss_reduction.py.
 
 import warnings
 from collections.abc import Callable

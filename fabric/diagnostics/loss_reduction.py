@@ -1,19 +1,4 @@
-"""How a loss reduces its terms, read from its autograd graph.
-
-[Note: Loss reduction] The graph of a loss tells a mean over the batch from a sum. The graph is read
-from the loss downwards, in two parts.
-
-From the loss to the reduction, only operations on single numbers are followed: a loss function with
-``reduction="mean"`` or ``"sum"``, ``mean()``, ``sum()``, and multiples and sums of such losses.
-
-Below the reduction, only operations on single elements are followed, up to a layer with parameters
-or another operation on single samples. A mean in this part may be the mean over the batch, and a
-sum may be a sum over the batch. Any operation that is not listed here may be anything.
-
-In each of these cases the result is None, so that a loss which is not understood is not reported.
-Numbers in the graph are read by hooks of saved tensors. These hooks cannot be added where the user
-has added some, as activation checkpointing does, so that nothing is recomputed.
-"""
+"""How a loss reduces its terms, read from its autograd graph."""
 
 import math
 import re
@@ -114,8 +99,23 @@ def loss_reduction(loss: Tensor, weight: float | None) -> LossReduction | None:
     return _LossGraph(weight).reduction_of(loss.grad_fn)
 
 
+# [Note: Loss reduction]
+# The graph of a loss tells a mean over the batch from a sum. The graph is read from the loss
+# downwards, in two parts.
+#
+# From the loss to the reduction, only operations on single numbers are followed: a loss function
+# with `reduction="mean"` or `"sum"`, `mean()`, `sum()`, and multiples and sums of such losses.
+#
+# Below the reduction, only operations on single elements are followed, up to a layer with
+# parameters or another operation on single samples. A mean in this part may be the mean over the
+# batch, and a sum may be a sum over the batch. Any operation that is not listed here may be
+# anything.
+#
+# In each of these cases the result is None, so that a loss which is not understood is not reported.
+# Numbers in the graph are read by hooks of saved tensors. These hooks cannot be added where the
+# user has added some, as activation checkpointing does, so that nothing is recomputed.
 class _LossGraph:
-    """The autograd graph of one loss, read from the loss downwards. See ``[Note: Loss reduction]``.
+    """The autograd graph of one loss, read from the loss downwards.
 
     A node is an operation. This class reads nodes whose result is a single number. The *reduction*
     of the number says whether it is a mean or a sum of terms, and by which constant *factor* it is

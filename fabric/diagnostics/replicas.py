@@ -1,23 +1,4 @@
-"""The comparison of replicas: what several ranks should hold alike, and where it differs.
-
-[Note: Comparison of replicas] Ranks hold the same parameters under DDP, along the replicated
-dimensions of a mesh, and in layers that tensor parallelism does not split. Nothing keeps them the
-same but equal gradients and equal steps: one scheduler that steps on one rank alone, one skipped
-step or one flipped bit, and the replicas drift apart without an error.
-
-A :class:`Replica` is one quantity that should be equal on some ranks. Most comparisons find no
-difference, so they send a single number. Each rank takes a digest of its replicas for each set of
-ranks, and adds up all digests, each times a weight. In each set of ranks the weights add up to
-zero, so the sum over all ranks is zero if each set holds equal replicas. One all_reduce serves all
-sets, however the mesh is laid out, and no process group is needed for a set.
-
-If the sum is not zero, all ranks know. A second all_reduce has one such sum for each of 1,024
-buckets of names, and then each rank sends the details of a few replicas in the buckets that differ.
-
-A comparison is a collective, so it takes place only where all ranks are in the same call: in a
-save, and in a backward pass that synchronizes gradients. An optimizer step is no such place. A rank
-that leaves out a step, which is what the comparison has to find, would keep the others waiting.
-"""
+"""The comparison of replicas: what several ranks should hold alike, and where it differs."""
 
 import gc
 import hashlib
@@ -196,8 +177,28 @@ class WatchedObjects:
         return [replica for replica in candidates if len(replica.ranks) > 1]
 
 
+# [Note: Comparison of replicas]
+# Ranks hold the same parameters under DDP, along the replicated dimensions of a mesh, and in layers
+# that tensor parallelism does not split. Nothing keeps them the same but equal gradients and equal
+# steps: one scheduler that steps on one rank alone, one skipped step or one flipped bit, and the
+# replicas drift apart without an error.
+#
+# A `Replica` is one quantity that should be equal on some ranks. Most comparisons find no
+# difference, so they send a single number. Each rank takes a digest of its replicas for each set of
+# ranks, and adds up all digests, each times a weight. In each set of ranks the weights add up to
+# zero, so the sum over all ranks is zero if each set holds equal replicas. One all_reduce serves
+# all sets, however the mesh is laid out, and no process group is needed for a set.
+#
+# If the sum is not zero, all ranks know. A second all_reduce has one such sum for each of 1,024
+# buckets of names, and then each rank sends the details of a few replicas in the buckets that
+# differ.
+#
+# A comparison is a collective, so it takes place only where all ranks are in the same call: in a
+# save, and in a backward pass that synchronizes gradients. An optimizer step is no such place. A
+# rank that leaves out a step, which is what the comparison has to find, would keep the others
+# waiting.
 class ReplicaComparison:
-    """Compares the replicas of all ranks. See ``[Note: Comparison of replicas]``.
+    """Compares the replicas of all ranks.
 
     A *replica* is one quantity that should be equal on some ranks, such as a parameter under DDP.
 

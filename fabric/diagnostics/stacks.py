@@ -1,12 +1,4 @@
-"""Python stacks of this process and of others on its node, even while C++ code holds the GIL.
-
-[Note: Stacks] Each process has an open, unnamed file. To read its own stacks, a process lets
-``faulthandler`` write them into its file. To read the stacks of another process, fabric sends the
-process a signal. The interpreter of that process handles the signal in C, so it does not need the
-GIL, and writes the stacks into that process's file, which fabric reads through ``/proc``. Nothing
-is left on disk. The user's ``faulthandler`` settings are not changed: the signal is a real-time
-signal, which is used only if nothing else catches it.
-"""
+"""Python stacks of this process and of others on its node, even while C++ code holds the GIL."""
 
 import faulthandler
 import os
@@ -69,11 +61,17 @@ def exit_reason() -> str:
     return f"it raised {type(error).__name__}: {error}"
 
 
+# [Note: Stacks]
+# Each process has an open, unnamed file. To read its own stacks, a process lets `faulthandler`
+# write them into its file. To read the stacks of another process, fabric sends the process a
+# signal. The interpreter of that process handles the signal in C, so it does not need the GIL, and
+# writes the stacks into that process's file, which fabric reads through `/proc`. Nothing is left on
+# disk. The user's `faulthandler` settings are not changed: the signal is a real-time signal, which
+# is used only if nothing else catches it.
 class Stacks:
     """The stacks of this process, which other processes can read until :meth:`close`.
 
-    Another process sends a signal, and this process writes its stacks into a file. See
-    ``[Note: Stacks]``.
+    Another process sends a signal, and this process writes its stacks into a file.
 
     Args:
         thread: the thread whose stack is reported, by ``threading.get_ident()``.

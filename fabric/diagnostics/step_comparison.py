@@ -1,7 +1,6 @@
-"""The comparison of steps with neighboring ranks, through the store. See ``[Note: Uneven inputs]``.
+"""The comparison of steps with neighboring ranks, through the store."""
 
-The note is in ``fabric/diagnostics/uneven_inputs.py``.
-"""
+# See [Note: Uneven inputs] in uneven_inputs.py.
 
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn

@@ -1,24 +1,4 @@
-"""Checks in the first steps of each optimizer that find silent training mistakes.
-
-[Note: Training checks] Some mistakes raise no error and only spoil the result: gradients that never
-arrive or are not reduced yet, and replicas that drift apart. Hooks around an optimizer's first
-steps check for them and are then removed.
-
-The replicas are compared by *fingerprints*, through the store and never by a collective. After a
-step, each rank computes a fingerprint of its replicated parameters. The first rank writes its
-fingerprint to the store under the key "first". A rank with another fingerprint writes its own under
-the key "other". Every rank reads the key "other" after the next backward pass, which needs every
-rank. So the store, which is in the memory of one node, holds at most two fingerprints for each
-step, however many ranks there are.
-
-Only certain mistakes are errors. A missing gradient is an error if the strategy needs the gradient,
-and otherwise a warning at the last of these steps. Parameters outside of set-up modules count as
-replicas, since the user may synchronize them: they must not differ.
-
-One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer
-of parameters that a model no longer has, or a module or loader that is separate on each rank. The
-hook also finds a module that is trained in evaluation mode.
-"""
+"""Checks in the first steps of each optimizer that find silent training mistakes."""
 
 import hashlib
 import json
@@ -115,13 +95,14 @@ class _Fingerprint(NamedTuple):
         self.numbers.append(crc32(text.encode()))
 
 
+# See [Note: Training checks].
 class _FingerprintComparison:
     """Compares the replicas of one optimizer between ranks, after each of its first steps.
 
     A *fingerprint* has a number for each parameter that has to be equal on all ranks. The first
     rank that finishes a step writes its fingerprint to the store. A rank with another fingerprint
     raises, and writes its own under another key, so that the other ranks raise, too. This object
-    does not hold the optimizer. See ``[Note: Training checks]``.
+    does not hold the optimizer.
 
     Args:
         class_name: the class of the optimizer, for errors.
@@ -378,8 +359,27 @@ class _StepsWithClearedGradients:
         self._has_new_gradient = False
 
 
+# [Note: Training checks]
+# Some mistakes raise no error and only spoil the result: gradients that never arrive or are not
+# reduced yet, and replicas that drift apart. Hooks around an optimizer's first steps check for them
+# and are then removed.
+#
+# The replicas are compared by *fingerprints*, through the store and never by a collective. After a
+# step, each rank computes a fingerprint of its replicated parameters. The first rank writes its
+# fingerprint to the store under the key "first". A rank with another fingerprint writes its own
+# under the key "other". Every rank reads the key "other" after the next backward pass, which needs
+# every rank. So the store, which is in the memory of one node, holds at most two fingerprints for
+# each step, however many ranks there are.
+#
+# Only certain mistakes are errors. A missing gradient is an error if the strategy needs the
+# gradient, and otherwise a warning at the last of these steps. Parameters outside of set-up modules
+# count as replicas, since the user may synchronize them: they must not differ.
+#
+# One hook on the first steps of all optimizers of the process finds what was not set up: an
+# optimizer of parameters that a model no longer has, or a module or loader that is separate on each
+# rank. The hook also finds a module that is trained in evaluation mode.
 class TrainingChecks:
-    """The checks of one optimizer, until it has stepped twice. See ``[Note: Training checks]``.
+    """The checks of one optimizer, until it has stepped twice.
 
     The checks find gradients that never arrive or are not reduced, and replicas that drift apart.
     Hooks of the optimizer hold the checks. The checks hold the optimizer weakly.
@@ -718,13 +718,13 @@ class _WindowCheck:
         )
 
 
+# See [Note: Training checks].
 class SetupChecks:
     """Checks of the first steps of all optimizers, for modules and loaders that are not set up.
 
     A set-up module that is trained in evaluation mode is found here, too.
 
     This object also starts the :class:`TrainingChecks` of each set-up optimizer.
-    See ``[Note: Training checks]``.
 
     Args:
         contracts: the contracts of the set-up modules. Later ones are seen, too.

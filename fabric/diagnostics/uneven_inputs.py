@@ -1,32 +1,4 @@
-"""The error for uneven numbers of batches, which would hang the job.
-
-[Note: Uneven inputs] A *step* is a forward pass after which ranks synchronize gradients, or a
-forward pass of a sharded model, which gathers parameters. All ranks must take the same steps and,
-between two steps, make the same collectives. A rank that has run out of batches continues with a
-collective, the end of the job or, under a sharded strategy, a loop of other steps. Meanwhile
-another rank takes one more step and waits. Each of the two ranks first publishes its own progress
-in the store and then reads the progress of the other rank. So the rank that reads last sees the
-mismatch. None of these messages is a collective.
-
-Each rank reads only the progress of its two *neighbors* in a ring of all ranks. If any two ranks
-differ, two neighbors differ.
-
-Under ``HYBRID_SHARD`` a forward pass without synchronization is a step only of the ranks that
-gather together, the *peers*. The other steps are *shared steps*, which all ranks take. Neighbors
-that are peers compare the number of all steps, other neighbors the number of shared steps.
-
-The check runs only where it can matter: after the end of an iteration over a prepared loader, if
-neighboring ranks have different or unknown *batch counts* in it. As long as all batch counts are
-known and equal, only the first steps of an iteration call the detector: one to compare the loops,
-and those before the neighbors have published their counts. Other steps are only counted, so that
-later numbers are comparable. ``HYBRID_SHARD`` is the exception: each step calls the detector, which
-has to record whether the step is shared.
-
-Steps before a rank's first iteration are not counted: one rank may call its model alone there, such
-as for a summary. But a rank may also take a step with the others before it begins its first
-iteration, and they within theirs. Ranks with different numbers of these *early steps* are not
-compared, since the numbers of their later steps do not tell which steps are the same.
-"""
+"""The error for uneven numbers of batches, which would hang the job."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -179,13 +151,40 @@ class _StepCounter:
         )
 
 
+# [Note: Uneven inputs]
+# A *step* is a forward pass after which ranks synchronize gradients, or a forward pass of a sharded
+# model, which gathers parameters. All ranks must take the same steps and, between two steps, make
+# the same collectives. A rank that has run out of batches continues with a collective, the end of
+# the job or, under a sharded strategy, a loop of other steps. Meanwhile another rank takes one more
+# step and waits. Each of the two ranks first publishes its own progress in the store and then reads
+# the progress of the other rank. So the rank that reads last sees the mismatch. None of these
+# messages is a collective.
+#
+# Each rank reads only the progress of its two *neighbors* in a ring of all ranks. If any two ranks
+# differ, two neighbors differ.
+#
+# Under `HYBRID_SHARD` a forward pass without synchronization is a step only of the ranks that
+# gather together, the *peers*. The other steps are *shared steps*, which all ranks take. Neighbors
+# that are peers compare the number of all steps, other neighbors the number of shared steps.
+#
+# The check runs only where it can matter: after the end of an iteration over a prepared loader, if
+# neighboring ranks have different or unknown *batch counts* in it. As long as all batch counts are
+# known and equal, only the first steps of an iteration call the detector: one to compare the loops,
+# and those before the neighbors have published their counts. Other steps are only counted, so that
+# later numbers are comparable. `HYBRID_SHARD` is the exception: each step calls the detector, which
+# has to record whether the step is shared.
+#
+# Steps before a rank's first iteration are not counted: one rank may call its model alone there,
+# such as for a summary. But a rank may also take a step with the others before it begins its first
+# iteration, and they within theirs. Ranks with different numbers of these *early steps* are not
+# compared, since the numbers of their later steps do not tell which steps are the same.
 class UnevenInputDetector:
     """Raises if a rank has run out of batches and another takes one more step.
 
     A *step* is a forward pass after which ranks synchronize gradients, or a forward pass of a
     sharded model. The detector compares the order of steps and collectives of this rank with those
     of its *neighbors*, the ranks before and after it. Under ``HYBRID_SHARD`` some steps are taken
-    only by the *peers*, which gather parameters together. See ``[Note: Uneven inputs]``.
+    only by the *peers*, which gather parameters together.
 
     Args:
         recorder: this process's recorder, which counts collectives.

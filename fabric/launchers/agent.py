@@ -1,25 +1,4 @@
-"""The agent of one machine in a job of several machines, which start and restart together.
-
-[Note: Generations] ``fabric run`` has an *agent* on each machine of a job. The ranks that all
-machines start together are a *generation*. The agents meet in a store that the agent of machine 0
-serves. Each agent has a thread that publishes a :class:`_NodeStatus` ten times a second, and reads
-the :class:`_JobState`. The thread of machine 0 also runs the :class:`_Coordinator`, the only writer
-of the state, so that two failures at once are one end of a generation:
-
-1. The coordinator admits one agent for each machine. When all machines are ready, it opens a new
-   store for the ranks and publishes the port. Ranks of two generations never share a store.
-2. A rank or a machine that fails ends the generation: the coordinator publishes the number of the
-   next one without a port. Every agent then ends its ranks. If no restart is left, the other ranks
-   get some time before that, to fail by themselves and say what they know.
-3. When no machine has ranks any more, the coordinator counts one restart, and goes on with step 1
-   as soon as all machines are there.
-
-[Note: Lost machines] No two generations may have ranks at the same time, since both would write to
-the folder of checkpoints. An agent without contact to machine 0 ends its ranks after half of the
-time after which the coordinator counts the machine as lost (its lease). A new agent of a machine
-replaces an earlier one when the lease is over, or at once if it runs on the same host and sees that
-the process of the earlier agent has ended. The ranks of an agent end with the agent.
-"""
+"""The agent of one machine in a job of several machines, which start and restart together."""
 
 import os
 import signal
@@ -255,9 +234,23 @@ class _Phase(Enum):
     """The ends of the last ranks of a generation that has failed."""
 
 
+# [Note: Generations]
+# `fabric run` has an *agent* on each machine of a job. The ranks that all machines start together
+# are a *generation*. The agents meet in a store that the agent of machine 0 serves. Each agent has
+# a thread that publishes a `_NodeStatus` ten times a second, and reads the `_JobState`. The thread
+# of machine 0 also runs the `_Coordinator`, the only writer of the state, so that two failures at
+# once are one end of a generation:
+#
+# 1. The coordinator admits one agent for each machine. When all machines are ready, it opens a new
+#    store for the ranks and publishes the port. Ranks of two generations never share a store.
+# 2. A rank or a machine that fails ends the generation: the coordinator publishes the number of the
+#    next one without a port. Every agent then ends its ranks. If no restart is left, the other
+#    ranks get some time before that, to fail by themselves and say what they know.
+# 3. When no machine has ranks any more, the coordinator counts one restart, and goes on with step 1
+#    as soon as all machines are there.
 @final
 class _Coordinator:
-    """The part of machine 0's agent that decides for all machines. See ``[Note: Generations]``.
+    """The part of machine 0's agent that decides for all machines.
 
     A *generation* is the ranks that all machines start together. An agent is *admitted* when it
     becomes the agent of its machine. A machine is *lost* if its agent has not answered for the time
@@ -594,14 +587,15 @@ class _Coordinator:
         self._state = replace(self._state, port=None, notice=notice, exit_code=exit_code)
 
 
+# See [Note: Generations].
 @final
 class NodeAgent:
     """This machine's agent, which tells ``fabric run`` when to start and end the ranks.
 
-    The ranks that all machines start together are a *generation*. See ``[Note: Generations]`` in
-    agent.py. The agent is a context manager, which the main thread uses. While it is open, a thread
-    of the agent exchanges messages with the *coordinator* of machine 0, which decides for all
-    machines. On machine 0, the thread also runs the coordinator.
+    The ranks that all machines start together are a *generation*. The agent is a context manager,
+    which the main thread uses. While it is open, a thread of the agent exchanges messages with the
+    *coordinator* of machine 0, which decides for all machines. On machine 0, the thread also runs
+    the coordinator.
 
     Args:
         config: the place of this machine, and the rules of the job.
@@ -696,12 +690,18 @@ class NodeAgent:
                     self._next_generation = None
                     return generation
 
+    # [Note: Lost machines]
+    # No two generations may have ranks at the same time, since both would write to the folder of
+    # checkpoints. An agent without contact to machine 0 ends its ranks after half of the time after
+    # which the coordinator counts the machine as lost (its lease). A new agent of a machine
+    # replaces an earlier one when the lease is over, or at once if it runs on the same host and
+    # sees that the process of the earlier agent has ended. The ranks of an agent end with the
+    # agent.
     def should_end_ranks(self) -> bool:
         """Return whether the ranks of this machine have to end before they finish.
 
         This is so if the generation or the job has ended, or machine 0 has not answered for half a
-        lease: see ``[Note: Lost machines]`` in agent.py. The main thread calls this method
-        repeatedly while ranks run.
+        lease. The main thread calls this method repeatedly while ranks run.
         """
         # The coordinator ends a generation by publishing the number of the next one.
         has_generation_ended = self._state.generation != self._status.generation

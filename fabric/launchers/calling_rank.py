@@ -1,21 +1,4 @@
-"""Rank 0 in the process that calls ``launch``, where a person can debug it.
-
-[Note: Rank 0 in the calling process] Under ``LaunchSpec.runs_rank0_here``, the process that calls
-``launch`` runs the function as rank 0, with its keyboard, its debugger and its notebook. The other
-ranks are processes as usual. Meanwhile the supervisor runs in a thread. To the supervisor, rank 0
-is like the other ranks: it sends the same messages through a control pipe, and has an exit code.
-There are two differences:
-
-- A signal would end the calling process. So ``StartedProcess.send_signal`` of this rank interrupts
-  the function instead, as Ctrl-C does.
-- ``launch`` raises an exception of the function itself, with its frames, unless another rank is the
-  cause of the exception.
-
-The signal handlers stay those of the user, so that Ctrl-C reaches the function and its debugger.
-The supervisor learns of Ctrl-C from a pipe to which the interpreter writes, also while the function
-waits in C++ code for another rank. The supervisor then ends the other ranks, and with them this
-wait.
-"""
+"""Rank 0 in the process that calls ``launch``, where a person can debug it."""
 
 import multiprocessing
 import os
@@ -36,8 +19,23 @@ from fabric.world import World
 __all__ = ["CallingRank"]
 
 
+# [Note: Rank 0 in the calling process]
+# Under `LaunchSpec.runs_rank0_here`, the process that calls `launch` runs the function as rank 0,
+# with its keyboard, its debugger and its notebook. The other ranks are processes as usual.
+# Meanwhile the supervisor runs in a thread. To the supervisor, rank 0 is like the other ranks: it
+# sends the same messages through a control pipe, and has an exit code. There are two differences:
+#
+# - A signal would end the calling process. So `StartedProcess.send_signal` of this rank interrupts
+#   the function instead, as Ctrl-C does.
+# - `launch` raises an exception of the function itself, with its frames, unless another rank is the
+#   cause of the exception.
+#
+# The signal handlers stay those of the user, so that Ctrl-C reaches the function and its debugger.
+# The supervisor learns of Ctrl-C from a pipe to which the interpreter writes, also while the
+# function waits in C++ code for another rank. The supervisor then ends the other ranks, and with
+# them this wait.
 class CallingRank:
-    """Rank 0 in this process. See ``[Note: Rank 0 in the calling process]`` in calling_rank.py.
+    """Rank 0 in this process.
 
     Args:
         supervisor: the supervisor of the job. It has no ranks yet, and installs no signal handlers.

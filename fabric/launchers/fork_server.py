@@ -1,29 +1,4 @@
-"""The fork server: a process with torch loaded, from which ranks are forked.
-
-[Note: The fork server] The process that started the server is its *owner*. The fork server of the
-standard library is not used, for two reasons: it leaves its socket directory behind if its owner is
-killed, and its children write to the output that the owner had when the server started. Fabric's
-server inherits one end of a socket pair, on which the owner sends requests of one byte. The request
-for a rank is sent with these open files:
-
-- the rank's end of the control pipe,
-- a *status pipe*, on which the server sends the rank's process id and later its exit code,
-- the standard output and the standard error of the rank,
-- the standard input, if the rank reads any.
-
-[Note: A fork like a new interpreter] A rank that runs a script must not differ from
-``python script.py``. So the server of a script imports a fixed list of modules and runs nothing
-else, and its ranks go on where a rank in a new interpreter does. What a fork would still change is
-looked for before each start of the ranks, and where it is found, they start in new interpreters:
-
-- another thread in the server, which would be missing in a fork,
-- an initialized device library, which no fork can use,
-- a file next to the script that the script would import in place of a loaded module,
-- a variable in the text of the script that libraries read while they are loaded.
-
-The server has the number of threads of the ranks in its environment, since libraries read the
-number while they are loaded.
-"""
+"""The fork server: a process with torch loaded, from which ranks are forked."""
 
 import gc
 import importlib
@@ -85,12 +60,22 @@ class _ServerConnection(NamedTuple):
     stop: Callable[[], object]
 
 
+# [Note: The fork server]
+# The process that started the server is its *owner*. The fork server of the standard library is not
+# used, for two reasons: it leaves its socket directory behind if its owner is killed, and its
+# children write to the output that the owner had when the server started. Fabric's server inherits
+# one end of a socket pair, on which the owner sends requests of one byte. The request for a rank is
+# sent with these open files:
+#
+# - the rank's end of the control pipe,
+# - a *status pipe*, on which the server sends the rank's process id and later its exit code,
+# - the standard output and the standard error of the rank,
+# - the standard input, if the rank reads any.
 class ForkServer:
     """The owner's side of the fork server: a process that has torch loaded and forks ranks.
 
     This process is the *owner*. The server process is started when it is first needed, and started
-    again if it has died. It ends with this object, and with the owner. See
-    ``[Note: The fork server]`` in fork_server.py.
+    again if it has died. It ends with this object, and with the owner.
 
     Args:
         main: the main function of the server process.
@@ -337,10 +322,11 @@ def forkserver_main() -> None:
     run_process(control)
 
 
+# See [Note: The fork server].
 class _Server:
     """The server's side of the fork server, in the server process.
 
-    The process that started the server is its *owner*. See ``[Note: The fork server]``.
+    The process that started the server is its *owner*.
 
     Args:
         requests: the socket on which the owner sends requests.
@@ -483,10 +469,21 @@ def _send_status(status_pipe: Connection, pid_or_exit_code: int) -> None:
 # -- forks that are like new interpreters ---------------------------------------------------------
 
 
+# [Note: A fork like a new interpreter]
+# A rank that runs a script must not differ from `python script.py`. So the server of a script
+# imports a fixed list of modules and runs nothing else, and its ranks go on where a rank in a new
+# interpreter does. What a fork would still change is looked for before each start of the ranks, and
+# where it is found, they start in new interpreters:
+#
+# - another thread in the server, which would be missing in a fork,
+# - an initialized device library, which no fork can use,
+# - a file next to the script that the script would import in place of a loaded module,
+# - a variable in the text of the script that libraries read while they are loaded.
+#
+# The server has the number of threads of the ranks in its environment, since libraries read the
+# number while they are loaded.
 def _find_fork_hazard(path_entry: str) -> str:
     """Return why a fork of this server could differ from a new interpreter, or an empty text.
-
-    See ``[Note: A fork like a new interpreter]`` in fork_server.py.
 
     Args:
         path_entry: the entry that the interpreter adds to ``sys.path`` for the script, or "".

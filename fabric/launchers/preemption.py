@@ -1,20 +1,4 @@
-"""The decision to stop: on a signal, at a time limit, before a SLURM job ends, or for Ray.
-
-[Note: Stopping] All ranks stop at the same step, which they agree on as follows:
-
-1. Every rank counts its calls of ``should_stop``. On each rank, the thread of the hang reports
-   looks at the store twice a second.
-2. A rank that is asked to stop writes the request to the store.
-3. A thread that finds the request *holds* its rank at the next call of ``should_stop``, and
-   publishes the number of this *held call*.
-4. The last rank to publish also publishes the highest of the numbers, the *agreed call*.
-5. The main thread of a rank waits at the held call until the agreed call is known. Then the rank
-   continues up to the agreed call, at which ``should_stop`` is true.
-
-A rank waits only for the threads of other ranks, which answer even while their main threads are
-blocked, and never in a collective. A rank does not answer before its first call of
-``should_stop``. A rank that closes answers without holding.
-"""
+"""The decision to stop: on a signal, at a time limit, before a SLURM job ends, or for Ray."""
 
 import math
 import os
@@ -56,8 +40,23 @@ _DURATION = re.compile(
 )
 
 
+# [Note: Stopping]
+# All ranks stop at the same step, which they agree on as follows:
+#
+# 1. Every rank counts its calls of `should_stop`. On each rank, the thread of the hang reports
+#    looks at the store twice a second.
+# 2. A rank that is asked to stop writes the request to the store.
+# 3. A thread that finds the request *holds* its rank at the next call of `should_stop`, and
+#    publishes the number of this *held call*.
+# 4. The last rank to publish also publishes the highest of the numbers, the *agreed call*.
+# 5. The main thread of a rank waits at the held call until the agreed call is known. Then the rank
+#    continues up to the agreed call, at which `should_stop` is true.
+#
+# A rank waits only for the threads of other ranks, which answer even while their main threads are
+# blocked, and never in a collective. A rank does not answer before its first call of `should_stop`.
+# A rank that closes answers without holding.
 class StopRequest:
-    """The decision of all ranks to save and stop; see ``[Note: Stopping]`` in preemption.py.
+    """The decision of all ranks to save and stop.
 
     Once a rank is asked to stop, the *reporter*, the thread of the hang reports, *holds* each rank
     at its next call of ``should_stop``. A held rank waits until all ranks know the *agreed call*:
@@ -243,11 +242,11 @@ class StopRequest:
                 self._held_call = 0
                 raise
 
+    # See [Note: Stopping].
     def _read_store(self, store: JobStore, now: float) -> None:
         """Hold this rank once any rank is asked to stop. From then on, read the agreed call.
 
-        The reporter's thread calls this method and has the ``_answer_lock``. See
-        ``[Note: Stopping]`` in preemption.py.
+        The reporter's thread calls this method and has the ``_answer_lock``.
         """
         # Once this rank has answered, it is held, and only the agreed call is missing.
         if self._has_to_answer:

@@ -1,28 +1,4 @@
-"""A rank of a job: runs a payload in its process, and keeps its supervisor informed.
-
-[Note: Control pipe] Every rank has one duplex pipe to its supervisor. The supervisor first sends
-``(RankConfig, payload)``. After that both sides send a :class:`Message`:
-
-=========  ===========  ============================================================================
-kind       sent by      content
-=========  ===========  ============================================================================
-ready      rank         None. From now on a signal runs the rank's ``finally`` blocks
-error      rank         the :class:`Failure` that ends the rank
-finished   rank         the pickled result of the payload
-signal     rank         the number of a signal that the rank's main thread has acted on
-saving     rank         None. From now on a signal asks the rank to save and exit
-describe   supervisor   None. The rank answers with *stack* and *described*
-stack      rank         the stack of the main thread, as in a traceback
-described  rank         the :class:`Failure` that the main thread is handling, or None
-report     both         from the supervisor: the id of the user's request for a report of what the
-                        ranks are doing. From a rank: the text of a report that it has printed
-call       supervisor   to a rank of a pool: the call to run, pickled, or None to end
-serving    rank         from a rank of a pool: None. From now on SIGUSR1 writes the rank's stack
-reply      rank         from a rank of a pool: the outcome of the call
-=========  ===========  ============================================================================
-
-When the pipe closes, the supervisor has ended, and the rank exits at once.
-"""
+"""A rank of a job: runs a payload in its process, and keeps its supervisor informed."""
 
 import atexit
 import ctypes
@@ -85,6 +61,29 @@ Payload = Callable[[], Callable[[], Any]]
 The environment variables of the rank are set between the two calls.
 """
 
+# [Note: Control pipe]
+# Every rank has one duplex pipe to its supervisor. The supervisor first sends `(RankConfig,
+# payload)`. After that both sides send a `Message`:
+#
+# =========  ===========  ==========================================================================
+# kind       sent by      content
+# =========  ===========  ==========================================================================
+# ready      rank         None. From now on a signal runs the rank's `finally` blocks
+# error      rank         the `Failure` that ends the rank
+# finished   rank         the pickled result of the payload
+# signal     rank         the number of a signal that the rank's main thread has acted on
+# saving     rank         None. From now on a signal asks the rank to save and exit
+# describe   supervisor   None. The rank answers with *stack* and *described*
+# stack      rank         the stack of the main thread, as in a traceback
+# described  rank         the `Failure` that the main thread is handling, or None
+# report     both         from the supervisor: the id of the user's request for a report of what the
+#                         ranks are doing. From a rank: the text of a report that it has printed
+# call       supervisor   to a rank of a pool: the call to run, pickled, or None to end
+# serving    rank         from a rank of a pool: None. From now on SIGUSR1 writes the rank's stack
+# reply      rank         from a rank of a pool: the outcome of the call
+# =========  ===========  ==========================================================================
+#
+# When the pipe closes, the supervisor has ended, and the rank exits at once.
 MessageKind = Literal[
     "ready",
     "error",
@@ -99,11 +98,12 @@ MessageKind = Literal[
     "serving",
     "reply",
 ]
-"""The kind of a message between a rank and its supervisor; see ``[Note: Control pipe]``."""
+"""The kind of a message between a rank and its supervisor."""
 
 
+# See [Note: Control pipe].
 class Message(NamedTuple):
-    """A message between a rank and its supervisor; see ``[Note: Control pipe]``."""
+    """A message between a rank and its supervisor."""
 
     kind: MessageKind
     content: Any
@@ -260,12 +260,12 @@ def _mentions(error: BaseException, phrases: Sequence[str]) -> bool:
     return any(phrase in first_line for phrase in phrases)
 
 
+# See [Note: Control pipe].
 class ControlThread(threading.Thread):
     """The thread that serves the rank's end of the control pipe.
 
     The thread receives messages from the supervisor, and any thread sends messages with
-    :meth:`send`. See ``[Note: Control pipe]`` in rank.py. A process that the rank forks does not
-    have this thread.
+    :meth:`send`. A process that the rank forks does not have this thread.
 
     Attributes:
         config: the configuration of this rank.

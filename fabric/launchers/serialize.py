@@ -1,12 +1,4 @@
-"""Pickling of a call for the ranks, and of its result for the launching process.
-
-[Note: The file of tensors] A large pickle is slow: pickling a tensor copies its memory three times,
-and a pipe takes the bytes 64 KiB at a time, for each rank again. So the memory of tensors on the
-CPU is written to a file, which on Linux is in memory (see ``private_file.py``), and the pickle
-contains the path of the file and a position in it. The pickle can be loaded by any process of the
-same user until the file is closed. It is loaded into memory of its own: a change of a received
-tensor changes no other process.
-"""
+"""Pickling of a call for the ranks, and of its result for the launching process."""
 
 import copyreg
 import ctypes
@@ -50,6 +42,13 @@ class PickledCall(NamedTuple):
     needs_main: bool
 
 
+# [Note: The file of tensors]
+# A large pickle is slow: pickling a tensor copies its memory three times, and a pipe takes the
+# bytes 64 KiB at a time, for each rank again. So the memory of tensors on the CPU is written to a
+# file, which on Linux is in memory (see `private_file.py`), and the pickle contains the path of the
+# file and a position in it. The pickle can be loaded by any process of the same user until the file
+# is closed. It is loaded into memory of its own: a change of a received tensor changes no other
+# process.
 def dump_call(
     call: Call, *, main_is_importable: bool, by_name: bool = True, tensor_file: str | None = None
 ) -> PickledCall:
@@ -65,8 +64,7 @@ def dump_call(
         by_name: whether to try the standard library's ``pickle`` first, which pickles functions and
             classes by name. Default: True.
         tensor_file: the path of a file for the memory of the tensors, which is faster than a
-            pickle. None, the default, pickles the tensors, too. See ``[Note: The file of tensors]``
-            in serialize.py.
+            pickle. None, the default, pickles the tensors, too.
 
     Raises:
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not
@@ -124,14 +122,14 @@ def _call_error(
     )
 
 
+# See [Note: The file of tensors].
 def dump_result(value: Any, tensor_file: str | None = None) -> bytes:
     """Pickle the result of a rank, with tensors detached, on the CPU, without shared memory.
 
     Args:
         value: the result.
         tensor_file: the path of a file for the memory of the tensors, which is faster than a
-            pickle. None, the default, pickles the tensors, too. See ``[Note: The file of tensors]``
-            in serialize.py.
+            pickle. None, the default, pickles the tensors, too.
 
     Raises:
         ArgumentTypeError: a part of the result cannot be pickled, or is a tensor of which this rank

@@ -1,16 +1,4 @@
-"""The supervisor of a job: starts its ranks, waits for them, and ends them when one fails.
-
-[Note: The end of a failed job] The first process to end is often a secondary failure: the rank
-that failed first is still in its ``finally`` block. So the supervisor waits briefly for the errors
-of all ranks, asks the remaining ranks which error they are handling, and only then names the root
-cause. Errors that do not look like a lost connection come first. Among these errors, the cause is
-the earliest.
-
-[Note: Unresponsive ranks] A rank handles a signal in Python code. If it waits for another rank in
-C++ code, it handles the signal only after the other rank makes the same call or ends. So the
-supervisor waits as long as some rank has acted on the signal, has just ended, or uses the CPU.
-Otherwise the ranks wait for each other and will not run their ``finally`` blocks.
-"""
+"""The supervisor of a job: starts its ranks, waits for them, and ends them when one fails."""
 
 import linecache
 import multiprocessing
@@ -197,6 +185,7 @@ class _CauseOrder(NamedTuple):
     global_rank: int
 
 
+# See [Note: Control pipe] in rank.py.
 @dataclass(kw_only=True)
 class RankProcess:
     """One rank, as its supervisor sees it: the process, the pipe to it, and what it has sent.
@@ -204,10 +193,10 @@ class RankProcess:
     Attributes:
         config: the configuration of the rank.
         process: the process of the rank.
-        control: the supervisor's end of the control pipe; see ``[Note: Control pipe]`` in rank.py.
+        control: the supervisor's end of the control pipe.
         stack_file: the file to which the rank writes its stack on a fatal signal.
-        messages: the content of the latest message of each kind, see ``[Note: Control pipe]``. A
-            kind is missing if the rank has not sent a message of this kind.
+        messages: the content of the latest message of each kind. A kind is missing if the rank has
+            not sent a message of this kind.
         exit_code: the exit code of the rank, which is -n if signal n has killed the rank. None
             while the rank runs.
         is_killed: whether the supervisor has sent SIGKILL to the rank.
@@ -737,12 +726,17 @@ class Supervisor:
                 self.on_report(report)
         return all(rank.exit_code is not None for rank in self.ranks)
 
+    # [Note: The end of a failed job]
+    # The first process to end is often a secondary failure: the rank that failed first is still in
+    # its `finally` block. So the supervisor waits briefly for the errors of all ranks, asks the
+    # remaining ranks which error they are handling, and only then names the root cause. Errors that
+    # do not look like a lost connection come first. Among these errors, the cause is the earliest.
     def _end_failed_job(self) -> NoReturn:
         """Find the rank that has failed first, end the other ranks, and raise a RankFailedError.
 
         Raises:
             RankFailedError: always. It has the error of the rank that is most likely the root
-                cause. See ``[Note: The end of a failed job]`` in supervisor.py.
+                cause.
         """
         # The first error that arrives is often not the root cause, so the others are awaited.
         self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
@@ -786,14 +780,18 @@ class Supervisor:
                 return False
         return True
 
+    # [Note: Unresponsive ranks]
+    # A rank handles a signal in Python code. If it waits for another rank in C++ code, it handles
+    # the signal only after the other rank makes the same call or ends. So the supervisor waits as
+    # long as some rank has acted on the signal, has just ended, or uses the CPU. Otherwise the
+    # ranks wait for each other and will not run their `finally` blocks.
     def _end_ranks(
         self, signal_number: int, grace: float, should_stop: Callable[[], object] = never
     ) -> None:
         """Send a signal to the ranks, and wait until they have ended.
 
         The ranks run their ``finally`` blocks on the signal. The wait stops early if no rank
-        responds to the signal; see ``[Note: Unresponsive ranks]`` in supervisor.py. Later,
-        :meth:`close` kills the ranks that still run.
+        responds to the signal. Later, :meth:`close` kills the ranks that still run.
 
         Args:
             signal_number: the signal to send.
@@ -819,12 +817,12 @@ class Supervisor:
             if not will_end:
                 return
 
+    # See [Note: Unresponsive ranks].
     def _wait_for_response(self, timeout: float, should_stop: Callable[[], object]) -> bool:
         """Wait, and return whether the running ranks may still end by themselves after a signal.
 
         This is so if a rank has noticed the signal, has ended during the wait, or uses the CPU.
-        Otherwise all of them wait for each other in C++ code, where no signal is handled. See
-        ``[Note: Unresponsive ranks]`` in supervisor.py.
+        Otherwise all of them wait for each other in C++ code, where no signal is handled.
 
         Args:
             timeout: how long to wait, in seconds.

@@ -1,12 +1,4 @@
-"""The terminal of a job: no rank that runs a function has it, or the one rank that is debugged.
-
-[Note: Debugging a rank] ``Fabric.launch(train, debug=RANK)`` connects the rank to the terminal of
-the job: the rank reads from it and prints to it. The ranks open the terminal by its name, so it
-does not matter how they were started, nor where the output of the job goes. Rank 0 needs no
-terminal if the process that calls ``launch`` is rank 0, see ``[Note: Rank 0 in the calling
-process]`` in calling_rank.py. The other ranks skip ``breakpoint()``, and wait for the rank in their
-next collective, which has no deadline then.
-"""
+"""The terminal of a job: no rank that runs a function has it, or the one rank that is debugged."""
 
 import io
 import os
@@ -154,10 +146,17 @@ def _has_terminal() -> bool:
     return True
 
 
+# [Note: Debugging a rank]
+# `Fabric.launch(train, debug=RANK)` connects the rank to the terminal of the job: the rank reads
+# from it and prints to it. The ranks open the terminal by its name, so it does not matter how they
+# were started, nor where the output of the job goes. Rank 0 needs no terminal if the process that
+# calls `launch` is rank 0, see [Note: Rank 0 in the calling process] in calling_rank.py. The other
+# ranks skip `breakpoint()`, and wait for the rank in their next collective, which has no deadline
+# then.
 def take_terminal(rank: int, debugged: DebuggedRank) -> None:
     """Connect this process to the terminal if its rank is debugged and has no keyboard yet.
 
-    On the other ranks, make ``breakpoint()`` do nothing. See ``[Note: Debugging a rank]``.
+    On the other ranks, make ``breakpoint()`` do nothing.
 
     Args:
         rank: the global rank of this process.

@@ -1,12 +1,4 @@
-"""The losses of closures, on which all ranks have to agree.
-
-[Note: Closures] ``step(closure)`` calls a function that computes the loss and its gradients.
-``LBFGS`` decides by this loss how far it steps, and whether it calls the closure again. The
-gradients are averaged over the ranks, or summed up by ``backward(loss, reduce="sum")``. The loss of
-each rank is that of its own batch. With such losses ranks would call the closure a different number
-of times, and hang. So the closure of ``LBFGS`` returns the mean or the sum of the losses over the
-ranks, which is the loss of the gradients.
-"""
+"""The losses of closures, on which all ranks have to agree."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +20,16 @@ __all__ = ["ClosureLosses"]
 _Closure = Callable[[], Any]
 
 
+# [Note: Closures]
+# `step(closure)` calls a function that computes the loss and its gradients. `LBFGS` decides by this
+# loss how far it steps, and whether it calls the closure again. The gradients are averaged over the
+# ranks, or summed up by `backward(loss, reduce="sum")`. The loss of each rank is that of its own
+# batch. With such losses ranks would call the closure a different number of times, and hang. So the
+# closure of `LBFGS` returns the mean or the sum of the losses over the ranks, which is the loss of
+# the gradients.
 @dataclass
 class ClosureLosses:
-    """Averages or sums of the losses of closures over the ranks. See ``[Note: Closures]``.
+    """Averages or sums of the losses of closures over the ranks.
 
     Args:
         communicator: the ranks over which gradients are averaged.

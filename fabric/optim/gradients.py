@@ -1,16 +1,4 @@
-"""The gradients of an optimizer on this rank, and whether they have been cleared.
-
-[Note: Cleared gradients] Users drop the gradients of earlier backward passes by ``zero_grad()``, by
-``parameter.grad = None``, or in place, by ``zero_()``. A gradient that a backward pass has computed
-may be zero, too, and users may change it in place without dropping it. The sign of zero tells the
-two apart: a cleared gradient is +0.0 in every element. After a backward pass,
-:func:`mark_as_computed` makes a zero in the first element of a gradient a -0.0. This changes no
-result, since -0.0 is equal to 0.0, and a sum with -0.0 is exactly the other number.
-
-A shard without elements holds no sign. torch counts changes in place of most kinds, even of tensors
-without elements. So such a shard counts as cleared if the gradients with elements that were changed
-as it was are all cleared.
-"""
+"""The gradients of an optimizer on this rank, and whether they have been cleared."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -70,10 +58,21 @@ def has_gradients(optimizer: Optimizer) -> bool:
     return False
 
 
+# [Note: Cleared gradients]
+# Users drop the gradients of earlier backward passes by `zero_grad()`, by `parameter.grad = None`,
+# or in place, by `zero_()`. A gradient that a backward pass has computed may be zero, too, and
+# users may change it in place without dropping it. The sign of zero tells the two apart: a cleared
+# gradient is +0.0 in every element. After a backward pass, `mark_as_computed` makes a zero in the
+# first element of a gradient a -0.0. This changes no result, since -0.0 is equal to 0.0, and a sum
+# with -0.0 is exactly the other number.
+#
+# A shard without elements holds no sign. torch counts changes in place of most kinds, even of
+# tensors without elements. So such a shard counts as cleared if the gradients with elements that
+# were changed as it was are all cleared.
 def is_cleared(grad: Tensor) -> Tensor:
     """Return whether every element of a gradient is +0.0, without waiting for the device.
 
-    See ``[Note: Cleared gradients]``. A gradient without elements counts as cleared.
+    A gradient without elements counts as cleared.
 
     Args:
         grad: a dense tensor, which is no DTensor.
@@ -135,12 +134,13 @@ def gradient_versions(parameters: Iterable[Tensor]) -> dict[Tensor, object]:
     return versions
 
 
+# See [Note: Cleared gradients].
 def cleared_empty_gradients(
     versions: Mapping[Tensor, object], cleared: Collection[Tensor]
 ) -> list[Tensor]:
     """Return the parameters whose gradients have no elements on this rank and count as cleared.
 
-    See ``[Note: Cleared gradients]``. Does not wait for the device.
+    Does not wait for the device.
 
     Args:
         versions: the result of :func:`gradient_versions` after the backward pass.

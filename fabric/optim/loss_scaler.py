@@ -1,11 +1,4 @@
-"""Scaling of the loss, so that float16 gradients do not underflow.
-
-[Note: Loss scale] The scale changes only at the start of a backward pass, and only if no optimizer
-holds scaled gradients that were neither used in a step nor cleared. So the scale never changes
-during accumulation, or between the steps of two optimizers that share a backward pass. Gradients
-that were unscaled and are kept for another backward pass are scaled again before this pass. Scaling
-and unscaling are exact, since scales are powers of two.
-"""
+"""Scaling of the loss, so that float16 gradients do not underflow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,6 +41,12 @@ class _OptimizerState:
     was_skipped: bool = False
 
 
+# [Note: Loss scale]
+# The scale changes only at the start of a backward pass, and only if no optimizer holds scaled
+# gradients that were neither used in a step nor cleared. So the scale never changes during
+# accumulation, or between the steps of two optimizers that share a backward pass. Gradients that
+# were unscaled and are kept for another backward pass are scaled again before this pass. Scaling
+# and unscaling are exact, since scales are powers of two.
 class LossScaler:
     """Dynamic loss scaling for any number of optimizers that may share backward passes.
 
@@ -55,7 +54,7 @@ class LossScaler:
     Training", 2018): a step whose gradients overflowed is skipped and the scale halved; after
     ``growth_interval`` good steps the scale is doubled. Two things differ:
 
-    - The scale changes at the start of a backward pass, see ``[Note: Loss scale]``.
+    - The scale changes at the start of a backward pass.
     - Users call the optimizers' own ``step``. Hooks of the step unscale the gradients, and remove
       them during a skipped step.
 

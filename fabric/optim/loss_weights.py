@@ -1,27 +1,4 @@
-"""Weighted backward passes: gradients of the sum of all losses over the sum of all loss weights.
-
-[Note: Loss weights] A loss that is a sum has a *loss weight*, which is its number of terms. The
-*window* of an optimizer is its weighted backward passes since its last step, or since its gradients
-were found cleared. Strategies average gradients over ranks. So the gradients of a window are
-multiplied once by the number of ranks over the sum of all ranks' loss weights in the window. This
-takes one message. It happens at the step, or in ``clip_gradients`` before the step.
-
-Before the backward pass, each loss is divided by the *divisor*, a power of two near the mean loss
-weight over ranks. This division is exact. It gives gradients of about the size that a mean loss
-gives, which a loss scale and float16 gradients need. The divisor of a window is computed at the
-optimizer's step before. The first window computes its divisor in the first backward pass, which
-takes another message, once.
-
-Optimizers of the same losses share one window. Before each backward pass, the windows of optimizers
-end whose gradients the user has cleared, see ``[Note: Cleared gradients]`` in
-``fabric/optim/gradients.py``. A backward pass that ``Fabric.backward`` does not know of has no
-weight. Hooks of the parameters record which of them get gradients, so that such a pass is an error.
-
-``Fabric.backward`` calls ``LossWeights.divide_loss``, runs the backward pass, and then calls
-``LossWeights.after_backward``. In between, ``_running_pass`` holds what the second call needs. A
-step calls ``_before_step`` at its start and ``_after_step`` at its end. ``divide_gradients`` is
-called by ``_before_step``, and before by ``Fabric.clip_gradients``.
-"""
+"""Weighted backward passes: gradients of the sum of all losses over the sum of all loss weights."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -135,13 +112,36 @@ _PASS_OPTIMIZERS_OF_LOSS = "optimizer=... if the loss is not for all that are se
 _STEP_WITHOUT_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
 
+# [Note: Loss weights]
+# A loss that is a sum has a *loss weight*, which is its number of terms. The *window* of an
+# optimizer is its weighted backward passes since its last step, or since its gradients were found
+# cleared. Strategies average gradients over ranks. So the gradients of a window are multiplied once
+# by the number of ranks over the sum of all ranks' loss weights in the window. This takes one
+# message. It happens at the step, or in `clip_gradients` before the step.
+#
+# Before the backward pass, each loss is divided by the *divisor*, a power of two near the mean loss
+# weight over ranks. This division is exact. It gives gradients of about the size that a mean loss
+# gives, which a loss scale and float16 gradients need. The divisor of a window is computed at the
+# optimizer's step before. The first window computes its divisor in the first backward pass, which
+# takes another message, once.
+#
+# Optimizers of the same losses share one window. Before each backward pass, the windows of
+# optimizers end whose gradients the user has cleared, see [Note: Cleared gradients] in
+# `fabric/optim/gradients.py`. A backward pass that `Fabric.backward` does not know of has no
+# weight. Hooks of the parameters record which of them get gradients, so that such a pass is an
+# error.
+#
+# `Fabric.backward` calls `LossWeights.divide_loss`, runs the backward pass, and then calls
+# `LossWeights.after_backward`. In between, `_running_pass` holds what the second call needs. A step
+# calls `_before_step` at its start and `_after_step` at its end. `divide_gradients` is called by
+# `_before_step`, and before by `Fabric.clip_gradients`.
 class LossWeights:
     """Loss weights of all set-up optimizers, and the division of their gradients by the weights.
 
     A loss that is a sum has a *loss weight*, which is its number of terms. The *window* of an
     optimizer is its weighted backward passes since its last step. At the step, the gradients of the
     window are divided by the sum of the loss weights. Before, each loss is divided by the
-    *divisor*, a power of two near the mean weight. See ``[Note: Loss weights]`` of this file.
+    *divisor*, a power of two near the mean weight.
 
     Args:
         runtime: the runtime of this process. Gradients are averaged over its ranks.

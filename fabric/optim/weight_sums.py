@@ -1,7 +1,6 @@
-"""The loss weights of all ranks: read, added up and checked.
+"""The loss weights of all ranks: read, added up and checked."""
 
-See ``[Note: Loss weights]`` in ``fabric/optim/loss_weights.py``.
-"""
+# See [Note: Loss weights] in loss_weights.py.
 
 from dataclasses import dataclass
 from typing import Any

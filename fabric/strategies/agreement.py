@@ -1,13 +1,4 @@
-"""The collectives in a function that every rank calls, and that runs code of the user.
-
-[Note: Agreeing collectives] torch distributes the parameters of a layer with a collective. If
-``parallelize_fn`` has a branch on the rank, ranks would wait for each other in different
-collectives until the timeout, or exchange the values of different layers. Split layers communicate,
-too, and the comparison with the whole model calls them. So the ranks compare each collective before
-it starts, through the store. The first rank to come to a collective writes what it is about to do,
-and the other ranks read it. At the end of the function a rank writes that it has ended, or that it
-has raised. A rank that is about to do something else raises, and this ends the job.
-"""
+"""The collectives in a function that every rank calls, and that runs code of the user."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +16,14 @@ __all__ = ["AgreeingCollectives"]
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
+# [Note: Agreeing collectives]
+# torch distributes the parameters of a layer with a collective. If `parallelize_fn` has a branch on
+# the rank, ranks would wait for each other in different collectives until the timeout, or exchange
+# the values of different layers. Split layers communicate, too, and the comparison with the whole
+# model calls them. So the ranks compare each collective before it starts, through the store. The
+# first rank to come to a collective writes what it is about to do, and the other ranks read it. At
+# the end of the function a rank writes that it has ended, or that it has raised. A rank that is
+# about to do something else raises, and this ends the job.
 class AgreeingCollectives(DispatchMode):
     """A mode in which ranks raise before collectives that differ, and do not hang in them.
 

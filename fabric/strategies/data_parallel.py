@@ -1,21 +1,4 @@
-"""Data parallelism in one process: a single device, or replicas of a module that split each batch.
-
-[Note: Replicas] A *replica* is a copy of the user's module for one forward pass on one device. It
-gets a *chunk* of the batch. The module tree and the Python attributes of each module are copied, so
-that attributes that a forward pass assigns to ``self`` are lost afterward. On the CPU all replicas
-share the parameters themselves. The gradients of the replicas add up on the parameters, and equal
-the gradients of one device. Replica 0 also shares the buffers, so that changes and assignments of
-its buffers last. The other replicas have copies of the buffers. Hooks are shared, and so they run
-once for each replica.
-
-[Note: Threads] Grad mode, inference mode and autocast belong to a thread, and a new thread has
-torch's defaults. So each replica enters the modes of the caller. autocast's cache of casted
-parameters is off in the replicas: all threads share one cache, and the precision in which gradients
-are summed would depend on whether two replicas use the same entry. Each forward pass starts new
-threads, because the order in which autograd sums gradients depends on how much a thread has
-computed before. All threads share one generator of the CPU, so that two replicas draw their random
-numbers in no fixed order.
-"""
+"""Data parallelism in one process: one device, or replicas of a module that split each batch."""
 
 import math
 import threading
@@ -222,11 +205,19 @@ class DataParallelStrategy(ParallelStrategy):
         return map_tensors(partial(_reduce_rows, op), collection)
 
 
+# [Note: Replicas]
+# A *replica* is a copy of the user's module for one forward pass on one device. It gets a *chunk*
+# of the batch. The module tree and the Python attributes of each module are copied, so that
+# attributes that a forward pass assigns to `self` are lost afterward. On the CPU all replicas share
+# the parameters themselves. The gradients of the replicas add up on the parameters, and equal the
+# gradients of one device. Replica 0 also shares the buffers, so that changes and assignments of its
+# buffers last. The other replicas have copies of the buffers. Hooks are shared, and so they run
+# once for each replica.
 class ThreadedDataParallel(nn.DataParallel[Any]):
     """:class:`torch.nn.DataParallel` for replicas that share one device, such as the CPU.
 
     With one device, torch's class runs the module once, on the whole batch. This class does
-    what torch's class does on several devices, see ``[Note: Replicas]`` of this file:
+    what torch's class does on several devices:
 
     - Tensors of shape ``(batch, *s)`` among the arguments are split along dim 0 as
       :meth:`torch.Tensor.chunk` splits them. Chunks may be uneven, and a small batch may use fewer
@@ -468,11 +459,19 @@ def _reduce_rows(op: Reduce, tensor: Tensor) -> Tensor:
     return result.to(tensor.dtype)
 
 
+# [Note: Threads]
+# Grad mode, inference mode and autocast belong to a thread, and a new thread has torch's defaults.
+# So each replica enters the modes of the caller. autocast's cache of casted parameters is off in
+# the replicas: all threads share one cache, and the precision in which gradients are summed would
+# depend on whether two replicas use the same entry. Each forward pass starts new threads, because
+# the order in which autograd sums gradients depends on how much a thread has computed before. All
+# threads share one generator of the CPU, so that two replicas draw their random numbers in no fixed
+# order.
 def _bind_thread_modes(device_type: str, forward_context: _ContextFactory) -> Callable[..., Any]:
     """Return a function that calls another function, in any thread, under this thread's modes.
 
-    The modes are grad mode, inference mode and autocast, see ``[Note: Threads]`` of this file. They
-    are read now, and entered around each call.
+    The modes are grad mode, inference mode and autocast. They are read now, and entered around each
+    call.
 
     Args:
         device_type: the device of the replicas. The autocast modes of this device and of the CPU

@@ -1,11 +1,5 @@
 """Styles of a plan for mixtures of experts, and for attention with latent keys and values.
 
-[Note: Split experts] The experts of a module are parameters with a row for each expert. Each rank
-holds some of the rows and computes its own experts for all tokens. The output is a sum over ranks.
-A token that is routed to an expert of another rank gets a number that stands for no expert here,
-and the weight 0. The module has to skip this number, which is its number of experts, as the modules
-of transformers do.
-
 This file is imported only with such a plan, since the DTensors that it needs take a second to
 import.
 """
@@ -26,12 +20,17 @@ __all__ = ["ExpertParallel", "LatentProjection"]
 _ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+# [Note: Split experts]
+# The experts of a module are parameters with a row for each expert. Each rank holds some of the
+# rows and computes its own experts for all tokens. The output is a sum over ranks. A token that is
+# routed to an expert of another rank gets a number that stands for no expert here, and the weight
+# 0. The module has to skip this number, which is its number of experts, as the modules of
+# transformers do.
 @final
 class ExpertParallel(ParallelStyle):
     """The style of a module whose parameters have a row for each expert.
 
-    Each rank holds some of the rows, and computes these experts. See ``[Note: Split experts]`` of
-    this file.
+    Each rank holds some of the rows, and computes these experts.
     """
 
     @override

@@ -1,18 +1,4 @@
-"""Contexts for building modules: on a device, in a dtype, and in files instead of memory.
-
-[Note: Building for shards] Before sharding, every rank builds the real model on the CPU, with the
-same operations in the same order as a plain loop. So the values and the states of generators equal
-those of the plain loop, and code can read values. Only the memory differs: each new tensor of 64 KB
-or more is in an unnamed memory-mapped file in the temporary folder. This takes disk space instead
-of memory, for one model per rank of the node. The system deletes unnamed files when the process
-ends, however it ends. ``setup`` shards one FSDP module after another, and frees the files of each.
-
-An empty build fills values with NaN, so that a first step without a checkpoint is an error.
-
-Some ranks need no values: all ranks in an empty build, and the ranks that receive rank 0's values.
-There, parameters of 64 KB or more become meta tensors when a module registers them. Everything else
-is real, such as tables in buffers, which may not be in a checkpoint.
-"""
+"""Contexts for building modules: on a device, in a dtype, and in files instead of memory."""
 
 import ctypes
 import math
@@ -87,10 +73,21 @@ def created_on(
         yield
 
 
+# [Note: Building for shards]
+# Before sharding, every rank builds the real model on the CPU, with the same operations in the same
+# order as a plain loop. So the values and the states of generators equal those of the plain loop,
+# and code can read values. Only the memory differs: each new tensor of 64 KB or more is in an
+# unnamed memory-mapped file in the temporary folder. This takes disk space instead of memory, for
+# one model per rank of the node. The system deletes unnamed files when the process ends, however it
+# ends. `setup` shards one FSDP module after another, and frees the files of each.
+#
+# An empty build fills values with NaN, so that a first step without a checkpoint is an error.
+#
+# Some ranks need no values: all ranks in an empty build, and the ranks that receive rank 0's
+# values. There, parameters of 64 KB or more become meta tensors when a module registers them.
+# Everything else is real, such as tables in buffers, which may not be in a checkpoint.
 class MappedMemory(DispatchMode):
     """A mode that puts new CPU tensors of 64 KB or more into unnamed memory-mapped files.
-
-    See ``[Note: Building for shards]`` of this file.
 
     Args:
         warn: whether to warn if the temporary folder is itself in memory (tmpfs).

@@ -1,15 +1,4 @@
-"""Tensor parallelism combined with sharding, on one mesh of processes.
-
-[Note: Mesh] The dimensions of the mesh, from the outer to the inner one:
-
-- ``replicate``: copies of all shards.
-- ``data_parallel``: different batches, and a shard of each parameter.
-- ``sequence``: parts of the sequences of a batch, and a shard of each parameter.
-- ``tensor_parallel``: parts of layers.
-
-``replicate`` and ``sequence`` exist only if their size is more than 1. Ranks that differ only in
-``sequence`` and ``tensor_parallel`` have the same batch, and the same random streams for the batch.
-"""
+"""Tensor parallelism combined with sharding, on one mesh of processes."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -64,6 +53,16 @@ from fabric.strategies.tp_plan import (
 __all__ = ["ModelParallelStrategy", "mesh_sizes"]
 
 
+# [Note: Mesh]
+# The dimensions of the mesh, from the outer to the inner one:
+#
+# - `replicate`: copies of all shards.
+# - `data_parallel`: different batches, and a shard of each parameter.
+# - `sequence`: parts of the sequences of a batch, and a shard of each parameter.
+# - `tensor_parallel`: parts of layers.
+#
+# `replicate` and `sequence` exist only if their size is more than 1. Ranks that differ only in
+# `sequence` and `tensor_parallel` have the same batch, and the same random streams for the batch.
 def mesh_sizes(
     requested: Mapping[str, Any], splits_layers: bool, world_size: int, local_world_size: int
 ) -> dict[str, int]:
@@ -72,8 +71,7 @@ def mesh_sizes(
     Called before the processes run, to refuse sizes, and again when they run.
 
     Args:
-        requested: for each dimension, in their order, a size or ``"auto"``. See ``[Note: Mesh]`` of
-            this file.
+        requested: for each dimension, in their order, a size or ``"auto"``.
         splits_layers: whether the user passed a plan or a function that splits layers.
         world_size: the number of processes.
         local_world_size: the number of processes of each node.
@@ -149,9 +147,10 @@ def _check_sizes(requested: Mapping[str, Any]) -> None:
             )
 
 
+# See [Note: Mesh].
 @dataclass(frozen=True)
 class _Topology:
-    """The mesh of a job and communicators along the mesh. See ``[Note: Mesh]`` of this file.
+    """The mesh of a job and communicators along the mesh.
 
     Attributes:
         mesh: the whole mesh.

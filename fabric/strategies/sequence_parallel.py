@@ -1,15 +1,4 @@
-"""Sequence parallelism: sequences split over ranks, with attention over all tokens.
-
-[Note: Sequence parallelism] Each rank along the mesh dimension ``sequence`` has a contiguous part
-of the tokens of each sequence. If the length is not divisible, the first ranks have one token more.
-Operations on single tokens need no change. Attention needs all tokens, and there are two ways:
-
-- If the number of heads is divisible by the number of ranks, an all-to-all gives each rank some
-  heads of all tokens. A second all-to-all returns the outputs (Ulysses).
-- Otherwise each rank gathers all keys and values for its own queries.
-
-The gradients belong to the sum of all ranks' losses. The strategy averages them over the ranks.
-"""
+"""Sequence parallelism: sequences split over ranks, with attention over all tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,15 +24,24 @@ __all__ = ["sequence_parallel"]
 _BLOCK = "fabric.sequence_parallel(batch)"
 
 
+# [Note: Sequence parallelism]
+# Each rank along the mesh dimension `sequence` has a contiguous part of the tokens of each
+# sequence. If the length is not divisible, the first ranks have one token more. Operations on
+# single tokens need no change. Attention needs all tokens, and there are two ways:
+#
+# - If the number of heads is divisible by the number of ranks, an all-to-all gives each rank some
+#   heads of all tokens. A second all-to-all returns the outputs (Ulysses).
+# - Otherwise each rank gathers all keys and values for its own queries.
+#
+# The gradients belong to the sum of all ranks' losses. The strategy averages them over the ranks.
 @contextmanager
 def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iterator[Any]:
     """Split the sequences of a batch over ranks for the forward and backward pass in the block.
 
-    Collective over the ranks that have parts of the same sequences, see ``[Note: Sequence
-    parallelism]`` of this file. All of these ranks pass the same batch, as set-up loaders yield it.
-    Within the block, ``scaled_dot_product_attention`` attends to the tokens of all these ranks, and
-    random numbers differ between ranks. Without a ``sequence`` dimension in the mesh, the batch is
-    yielded unchanged::
+    Collective over the ranks that have parts of the same sequences. All of these ranks pass the
+    same batch, as set-up loaders yield it. Within the block, ``scaled_dot_product_attention``
+    attends to the tokens of all these ranks, and random numbers differ between ranks. Without a
+    ``sequence`` dimension in the mesh, the batch is yielded unchanged::
 
         # A batch is a dict with "tokens", "labels" and "positions", of shape (batch, tokens).
         for batch in loader:

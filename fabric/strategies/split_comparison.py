@@ -1,27 +1,4 @@
-"""The comparison of split layers with the model as it was before the split, in the first pass.
-
-[Note: Split comparison] Split layers may compute another model without an error: a number of heads
-that was not divided, a layer whose columns belong together, a softmax over some of the columns. So
-the first forward pass of a model also computes, before each *region*, the region twice: as it is
-split, and whole, with the full parameters. A region is a smallest module that has a colwise layer
-and the rowwise layer behind it, such as an attention. Its input and its output are whole. If
-nothing calls this module, because the code around it calls the layers themselves, the next pass
-compares a module around it.
-
-Both computations have the same inputs, are in evaluation mode, so that dropout is off, and compare
-the outputs of the rowwise layers, the output of the region, the gradients of its inputs and the
-gradients of its parameters that are not split. They leave no trace: buffers, attributes and random
-states are restored, dispatch modes such as counters of FLOPs do not see the operators, and an
-activation checkpoint of the user does not see the saved tensors. FSDP modules inside
-of a region gather their parameters for the comparison. Memory for one whole region is needed at a
-time, and the time of one step.
-
-Where a difference would prove nothing, there is no comparison: the ranks have different inputs, as
-under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of the
-user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation mode.
-Where users mean a difference, they name the module in the strategy's option ``not_compared``.
-An error on some of the ranks reaches the user. See ``[Note: Agreeing collectives]``.
-"""
+"""The comparison of split layers with the model as it was before the split, in the first pass."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -245,8 +222,29 @@ class _Computations(NamedTuple):
     is_random: bool
 
 
+# [Note: Split comparison]
+# Split layers may compute another model without an error: a number of heads that was not divided, a
+# layer whose columns belong together, a softmax over some of the columns. So the first forward pass
+# of a model also computes, before each *region*, the region twice: as it is split, and whole, with
+# the full parameters. A region is a smallest module that has a colwise layer and the rowwise layer
+# behind it, such as an attention. Its input and its output are whole. If nothing calls this module,
+# because the code around it calls the layers themselves, the next pass compares a module around it.
+#
+# Both computations have the same inputs, are in evaluation mode, so that dropout is off, and
+# compare the outputs of the rowwise layers, the output of the region, the gradients of its inputs
+# and the gradients of its parameters that are not split. They leave no trace: buffers, attributes
+# and random states are restored, dispatch modes such as counters of FLOPs do not see the operators,
+# and an activation checkpoint of the user does not see the saved tensors. FSDP modules inside of a
+# region gather their parameters for the comparison. Memory for one whole region is needed at a
+# time, and the time of one step.
+#
+# Where a difference would prove nothing, there is no comparison: the ranks have different inputs,
+# as under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of
+# the user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation
+# mode. Where users mean a difference, they name the module in the strategy's option `not_compared`.
+# An error on some of the ranks reaches the user. See [Note: Agreeing collectives] in agreement.py.
 class SplitComparison:
-    """Compares a split model with the whole one. See ``[Note: Split comparison]`` of this file.
+    """Compares a split model with the whole one.
 
     A *region* is the smallest module around a colwise layer that has a rowwise layer, too, such as
     an attention. The first forward pass computes each region twice, in evaluation mode: *split*, as

@@ -1,15 +1,4 @@
-"""Plans that split the layers of a model over ranks, and random numbers for split computations.
-
-[Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output. A
-layer that is split ``"rowwise"`` takes these columns as its input. Its output is a sum over ranks,
-and the same on all ranks. The computation between the two layers, such as attention over some of
-the heads, is computed in parts, one on each rank. In a part, each rank has random numbers of its
-own, so that dropout differs between parts. Their seed is drawn from the stream that all ranks
-share. Everywhere else the random numbers of all ranks are equal. If a part uses no random numbers,
-no seed is drawn. A parameter between the two layers that is not split itself, such as a norm of
-each head, gets the gradient of one part only. For norms of heads, and for layers whose style is
-``"replicated_with_grad_allreduce"``, the gradients of all parts are added up.
-"""
+"""Plans that split the layers of a model over ranks, and random numbers for split computations."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -881,12 +870,22 @@ def _draw_seed() -> int:
     return int(torch.randint(high=1 << 62, size=()))
 
 
+# [Note: Split layers]
+# A layer that is split `"colwise"` computes some columns of its output. A layer that is split
+# `"rowwise"` takes these columns as its input. Its output is a sum over ranks, and the same on all
+# ranks. The computation between the two layers, such as attention over some of the heads, is
+# computed in parts, one on each rank. In a part, each rank has random numbers of its own, so that
+# dropout differs between parts. Their seed is drawn from the stream that all ranks share.
+# Everywhere else the random numbers of all ranks are equal. If a part uses no random numbers, no
+# seed is drawn. A parameter between the two layers that is not split itself, such as a norm of each
+# head, gets the gradient of one part only. For norms of heads, and for layers whose style is
+# `"replicated_with_grad_allreduce"`, the gradients of all parts are added up.
 class PartRandomStreams:
     """Hooks that give each rank random numbers of its own while layers are computed in parts.
 
     A *part* is what a rank computes from the output of a colwise layer, which has some of the
     columns, to the input of the rowwise layer behind it. Outside of parts, the random numbers of
-    all ranks are equal. See ``[Note: Split layers]`` of this file.
+    all ranks are equal.
 
     Args:
         mesh: the mesh along which layers are split. Its dimension ``tensor_parallel`` is used.

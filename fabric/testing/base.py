@@ -1,10 +1,9 @@
 """The parts of the test kit that every world uses: arguments by rank, comparison, and errors.
 
-[Note: Worlds] A *world* has a ``size`` and a method ``run(fn, *args)``, which calls
-``fn(fabric, *args)`` on every rank and returns the results in rank order. The ranks of a
-:class:`fabric.testing.RankPool` are processes, and the ranks of a
-:class:`fabric.testing.ThreadedWorld` are threads. Code that is written for one world runs in the
-other.
+A *world* has a ``size`` and a method ``run(fn, *args)``, which calls ``fn(fabric, *args)`` on every
+rank and returns the results in rank order. The ranks of a :class:`fabric.testing.RankPool` are
+processes, and the ranks of a :class:`fabric.testing.ThreadedWorld` are threads. Code that is
+written for one world runs in the other.
 """
 
 import traceback

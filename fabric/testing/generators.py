@@ -4,14 +4,13 @@ All values are drawn in the process that runs the test, and then passed to the r
 drew for themselves could differ by accident. This module needs hypothesis:
 ``pip install "torch-fabric[testing]"``.
 
-[Note: Exact values] Values are *exact* by default: every partial sum of up to eight values, in any
-order, can be represented in the dtype. So a test can compare results bit for bit, even of 16-bit
-floats. Floats are multiples of 0.25 from -4 to 4. Integers cover an eighth of the range of their
-dtype.
+Values are *exact* by default: every partial sum of up to eight values, in any order, can be
+represented in the dtype. So a test can compare results bit for bit, even of 16-bit floats. Floats
+are multiples of 0.25 from -4 to 4. Integers cover an eighth of the range of their dtype.
 
-[Note: Special values] With ``special_values=True`` floats may also be -0.0, NaN and infinities.
-Sums of exact floats and special values are still equal in any order. The minimum and the maximum of
-0.0 and -0.0 may have either sign.
+With ``special_values=True`` floats may also be -0.0, NaN and infinities. Sums of exact floats and
+special values are still equal in any order. The minimum and the maximum of 0.0 and -0.0 may have
+either sign.
 """
 
 import functools
@@ -150,8 +149,8 @@ def tensors(
         shape: the shape, or a strategy for shapes. None uses :func:`shapes`.
         layout: ``"contiguous"``, ``"strided"``, ``"transposed"``, ``"offset"`` or ``"expanded"``,
             or a strategy for these names. None draws any of them.
-        exact: whether sums are exact; see ``[Note: Exact values]`` at the top of the module.
-            Otherwise floats are any numbers from -1,000 to 1,000.
+        exact: whether floats are multiples of 0.25 from -4 to 4, whose sums are exact. Otherwise
+            they are any numbers from -1,000 to 1,000.
         special_values: whether floats may also be -0.0, NaN and infinities.
     """
     float_options = _FloatOptions(exact, special_values)

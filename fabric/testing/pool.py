@@ -1,13 +1,14 @@
 """A pool of ranks: real processes with a real process group, reused for thousands of short calls.
 
-[Note: The processes of a pool] The processes are forked from a fork server, which has torch loaded;
-see function.py. After a failed call, messages between the ranks may still be in flight. So all
-processes are ended, and the next call starts new ones. To fork a process takes about a tenth of a
-second, which is fast enough for every step of hypothesis' shrinking.
+The processes are forked from a fork server, which has torch loaded; see function.py. After a failed
+call, messages between the ranks may still be in flight. So all processes are ended, and the next
+call starts new ones. To fork a process takes about a tenth of a second, which is fast enough for
+every step of hypothesis' shrinking.
 
-The pool sends a message "call" to each rank, and the rank answers with a message "reply"; see
-``[Note: Control pipe]`` in rank.py.
+The pool sends a message "call" to each rank, and the rank answers with a message "reply".
 """
+
+# See [Note: Control pipe] in rank.py.
 
 import faulthandler
 import importlib
@@ -514,8 +515,9 @@ def _close(owner_pid: int, supervisor: Supervisor) -> None:
         supervisor.close()
 
 
+# See [Note: Shrinking a hang] in time_limits.py.
 class _TimeLimits(NamedTuple):
-    """When a call counts as hanging; see ``[Note: Shrinking a hang]`` in time_limits.py.
+    """When a call counts as hanging.
 
     Attributes:
         timeout: seconds after which a call counts as hanging.

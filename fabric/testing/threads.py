@@ -1,10 +1,4 @@
-"""Ranks as threads of this process, for code that needs the semantics but no transport.
-
-[Note: The mailbox] The ranks of one call share a mailbox. It has a queue for each group, sender and
-receiver. For each collective, a rank puts its value into the queues to all members of the group,
-and then takes the values of all members from the queues to itself. So there is no process group,
-and reductions run in rank order. A rank that waits for a rank that has returned raises at once.
-"""
+"""Ranks as threads of this process, for code that needs the semantics but no transport."""
 
 import copy
 import sys
@@ -286,8 +280,13 @@ class ThreadedStrategy(Strategy):
         )
 
 
+# [Note: The mailbox]
+# The ranks of one call share a mailbox. It has a queue for each group, sender and receiver. For
+# each collective, a rank puts its value into the queues to all members of the group, and then takes
+# the values of all members from the queues to itself. So there is no process group, and reductions
+# run in rank order. A rank that waits for a rank that has returned raises at once.
 class _Mailbox:
-    """The queues between the ranks of one call; see ``[Note: The mailbox]`` in threads.py.
+    """The queues between the ranks of one call.
 
     All methods may be called from any thread.
     """

@@ -1,12 +1,4 @@
-"""How long the calls of a pool may take, and how long hypothesis may shrink a failing example.
-
-[Note: Shrinking a hang] To shrink an example, hypothesis runs some hundred smaller ones, and many
-of them fail in the same way. If a rank hangs, each of them would take the whole timeout. So once a
-function has hung, a later call of it ends as soon as its ranks have been idle for much longer than
-its slowest call that passed. Ranks that use the processor have the whole timeout, also on a busy
-machine. And when failing examples have taken long enough, the pool rejects new ones, as ``assume``
-does, so that hypothesis reports the smallest example so far.
-"""
+"""How long the calls of a pool may take, and how long hypothesis may shrink a failing example."""
 
 import hashlib
 import sys
@@ -88,6 +80,13 @@ class _TestRun:
     known_calls: set[bytes] = field(default_factory=set)
 
 
+# [Note: Shrinking a hang]
+# To shrink an example, hypothesis runs some hundred smaller ones, and many of them fail in the same
+# way. If a rank hangs, each of them would take the whole timeout. So once a function has hung, a
+# later call of it ends as soon as its ranks have been idle for much longer than its slowest call
+# that passed. Ranks that use the processor have the whole timeout, also on a busy machine. And when
+# failing examples have taken long enough, the pool rejects new ones, as `assume` does, so that
+# hypothesis reports the smallest example so far.
 class ShrinkingBudget:
     """The time that failing calls may take in one run of a hypothesis test.
 

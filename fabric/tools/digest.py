@@ -1,21 +1,4 @@
-"""Digests of tensors: a hash of the bits, the norm, and a few random projections.
-
-[Note: Digests] A tensor is read as a sequence of elements, each with its index in the whole tensor.
-The *hash* is the sum of ``scrambled(bits) * key(index)`` modulo 2**64. All keys are odd and
-``scrambled`` is one-to-one, so a change of one element always changes the hash. Since each index
-has a key of its own, so does any other change, but for a chance of about 2**-60. The *sketch* has
-the dot products of the tensor with some fixed random vectors, whose elements have a mean of zero
-and a variance of one. So the mean square of the sketch of a difference is, on average, the squared
-norm of the difference, and two sketches tell how far two tensors are apart.
-
-All three are sums over elements, so the digests of the shards of a tensor add up to the digest of
-the tensor, and no rank has to gather anything. A zero adds nothing, so a sparse tensor has the
-digest of the dense one.
-
-Keys and random vectors are periodic: index ``i`` has the product of an entry for ``i % _BLOCK`` and
-an entry for ``i // _BLOCK``. The entries are computed by integer arithmetic alone, and are the same
-on every machine and with every release of torch.
-"""
+"""Digests of tensors: a hash of the bits, the norm, and a few random projections."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,9 +23,25 @@ _SCRAMBLER = 0xD6E8FEB86659FD93
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# [Note: Digests]
+# A tensor is read as a sequence of elements, each with its index in the whole tensor. The *hash* is
+# the sum of `scrambled(bits) * key(index)` modulo 2**64. All keys are odd and `scrambled` is
+# one-to-one, so a change of one element always changes the hash. Since each index has a key of its
+# own, so does any other change, but for a chance of about 2**-60. The *sketch* has the dot products
+# of the tensor with some fixed random vectors, whose elements have a mean of zero and a variance of
+# one. So the mean square of the sketch of a difference is, on average, the squared norm of the
+# difference, and two sketches tell how far two tensors are apart.
+#
+# All three are sums over elements, so the digests of the shards of a tensor add up to the digest of
+# the tensor, and no rank has to gather anything. A zero adds nothing, so a sparse tensor has the
+# digest of the dense one.
+#
+# Keys and random vectors are periodic: index `i` has the product of an entry for `i % _BLOCK` and
+# an entry for `i // _BLOCK`. The entries are computed by integer arithmetic alone, and are the same
+# on every machine and with every release of torch.
 @dataclass(frozen=True)
 class _Table:
-    """Entries of an index modulo the length of the table; see ``[Note: Digests]``.
+    """Entries of an index modulo the length of the table.
 
     Attributes:
         keys: odd numbers of dtype int64.

@@ -1,10 +1,10 @@
 """The command ``fabric doctor``: looks for causes of failing jobs, and suggests remedies.
 
-[Note: Doctor] The command prints a report whatever is wrong. Each part of the report has a time
-limit, after which the process names the part and exits. Code that imports torch runs in the ranks,
-since the import may fail or hang. The ranks are new processes or, in a job, the processes of the
-job's launcher. Rank 0 prints all findings, the other ranks print only failures. A rank that cannot
-continue exits with its finding, and the launcher ends the other ranks.
+The command prints a report whatever is wrong. Each part of the report has a time limit, after which
+the process names the part and exits. Code that imports torch runs in the ranks, since the import
+may fail or hang. The ranks are new processes or, in a job, the processes of the job's launcher.
+Rank 0 prints all findings, the other ranks print only failures. A rank that cannot continue exits
+with its finding, and the launcher ends the other ranks.
 """
 
 import os

@@ -1,11 +1,4 @@
-"""A dry run: the memory and the collectives of a training step on one rank, without the job.
-
-[Note: Dry run] One process takes the place of rank 0, which has the largest shards. Fabric, the
-strategy and torch run as they are, over tensors without memory and a process group without other
-ranks, so a dry run counts what they allocate and send. A dispatch mode sees every operation, and
-tracks the storages of the tensors. The peak is that of live tensors: workspaces of kernels,
-fragmentation, the device context and NCCL's buffers are not included.
-"""
+"""A dry run: the memory and the collectives of a training step on one rank, without the job."""
 
 import inspect
 import weakref
@@ -460,8 +453,14 @@ class _CollectiveKey(NamedTuple):
     ranks: int
 
 
+# [Note: Dry run]
+# One process takes the place of rank 0, which has the largest shards. Fabric, the strategy and
+# torch run as they are, over tensors without memory and a process group without other ranks, so a
+# dry run counts what they allocate and send. A dispatch mode sees every operation, and tracks the
+# storages of the tensors. The peak is that of live tensors: workspaces of kernels, fragmentation,
+# the device context and NCCL's buffers are not included.
 class _Trace(DispatchMode):
-    """A mode that follows the memory of tensors, and the collectives; see ``[Note: Dry run]``.
+    """A mode that follows the memory of tensors, and the collectives.
 
     Args:
         fake_mode: the mode of fake tensors, which is entered before this one.

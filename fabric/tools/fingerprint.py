@@ -1,14 +1,4 @@
-"""A fingerprint of a run: a hash and a norm of everything that a training step computes.
-
-[Note: Fingerprint] Each rank writes what it computes to a file of its own (``[Note: Fingerprint
-files]``), in the order of the computation, without a collective. Of a sharded tensor it writes the
-digest of its shards; ``fabric diff`` adds up the digests of all ranks. Digests are computed on the
-device and read once, at the end of the step.
-
-A *step* ends with each ``step()`` of the first optimizer that was stepped, as in a
-:class:`~fabric.tools.timeline.Timeline`. The hooks exist only within the block of
-:meth:`fabric.Fabric.fingerprint`.
-"""
+"""A fingerprint of a run: a hash and a norm of everything that a training step computes."""
 
 import os
 import platform
@@ -359,8 +349,16 @@ class _NamedParameter(NamedTuple):
     model: _Model
 
 
+# [Note: Fingerprint]
+# Each rank writes what it computes to a file of its own (see records.py), in the order of the
+# computation, without a collective. Of a sharded tensor it writes the digest of its shards; `fabric
+# diff` adds up the digests of all ranks. Digests are computed on the device and read once, at the
+# end of the step.
+#
+# A *step* ends with each `step()` of the first optimizer that was stepped, as in a `Timeline`. The
+# hooks exist only within the block of `fabric.Fabric.fingerprint`.
 class Fingerprint(SessionObserver):
-    """Records what a session computes, by hooks, until it is closed; see ``[Note: Fingerprint]``.
+    """Records what a session computes, by hooks, until it is closed.
 
     A *step* ends with each ``step()`` of the first optimizer that was stepped.
 

@@ -1,10 +1,10 @@
 """The files of a fingerprint: what is in them, how they are written and read.
 
-[Note: Fingerprint files] The folder of a fingerprint has a file ``rank-R.jsonl`` for each rank. The
-first line is the :class:`Header`. Each further line is an :class:`Entry`, in the order of the
-computation, or ``{"end": step}`` after the last entry of a step. Fields with their default values
-are left out. Lines are written at the end of each step, so that a rank that is killed leaves all
-its finished steps. A last line that is incomplete is ignored.
+The folder of a fingerprint has a file ``rank-R.jsonl`` for each rank. The first line is the
+:class:`Header`. Each further line is an :class:`Entry`, in the order of the computation, or
+``{"end": step}`` after the last entry of a step. Fields with their default values are left out.
+Lines are written at the end of each step, so that a rank that is killed leaves all its finished
+steps. A last line that is incomplete is ignored.
 
 This module does not import torch, so that ``fabric diff`` starts at once.
 """
@@ -24,8 +24,9 @@ __all__ = ["Digest", "Entry", "Header", "RankRecord", "file_of_rank", "has_recor
 _LINE = re.compile(rb'\{"(?P<word>step|end)":(?P<step>\d+)[,}]')
 
 
+# See [Note: Digests] in digest.py.
 class Digest(NamedTuple):
-    """The digest of a tensor, or of a shard of a tensor; see ``[Note: Digests]``.
+    """The digest of a tensor, or of a shard of a tensor.
 
     Attributes:
         hash: the hash of the bits, from 0 to 2**64 - 1.

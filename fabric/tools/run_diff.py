@@ -1,17 +1,4 @@
-"""The first difference between two runs, from the fingerprints that they have written.
-
-[Note: Layouts] Two runs have the same *layout* if they have equally many ranks and data-parallel
-replicas. Their files are then compared rank by rank. Otherwise the runs are compared in what does
-not depend on the layout: parameters, gradients, optimizer states and options, whose shards are
-added up; the samples of all ranks together; and the mean or sum of the losses of all ranks. With
-``close``, a step in which the runs split the same samples into other numbers of micro-batches is
-compared in the same way.
-
-[Note: Close] ``close`` is the largest distance of two tensors, in proportion to their norm. The
-distance is estimated from the sketches. Rounding errors are not in proportion to the tensor that
-they change, but to the numbers from which it was computed. So a tensor may also differ by a few
-times the precision of its dtype, in proportion to the norm of all tensors of its kind in the step.
-"""
+"""The first difference between two runs, from the fingerprints that they have written."""
 
 import math
 import os
@@ -322,6 +309,7 @@ class RunDiff:
     text: str
 
 
+# See [Note: Close].
 def compare_runs(
     first: str | os.PathLike[str], second: str | os.PathLike[str], close: float | None = None
 ) -> RunDiff:
@@ -330,8 +318,8 @@ def compare_runs(
     Args:
         first: the folder of a fingerprint.
         second: the folder of another one.
-        close: the largest distance of two tensors in proportion to their norm; see ``[Note:
-            Close]``. None compares bit by bit.
+        close: the largest distance of two tensors in proportion to their norm. None compares bit by
+            bit.
 
     Raises:
         ConfigurationError: a folder has no complete fingerprint, the runs have no step in common,
@@ -368,12 +356,19 @@ def _read_run(folder: str | os.PathLike[str]) -> _Run:
     return _Run(os.fspath(folder), ranks)
 
 
+# [Note: Layouts]
+# Two runs have the same *layout* if they have equally many ranks and data-parallel replicas. Their
+# files are then compared rank by rank. Otherwise the runs are compared in what does not depend on
+# the layout: parameters, gradients, optimizer states and options, whose shards are added up; the
+# samples of all ranks together; and the mean or sum of the losses of all ranks. With `close`, a
+# step in which the runs split the same samples into other numbers of micro-batches is compared in
+# the same way.
 @dataclass
 class _Comparison:
     """A comparison of two runs, step by step, value by value.
 
     The *layout* of a run is its number of ranks and of data-parallel replicas. Runs of different
-    layouts are compared only in what does not depend on it; see ``[Note: Layouts]``.
+    layouts are compared only in what does not depend on it.
 
     Attributes:
         first: a run.
@@ -602,8 +597,14 @@ class _Comparison:
         second_settings = self.second.ranks[0].header.settings
         return first_settings.get("strategy") != second_settings.get("strategy")
 
+    # [Note: Close]
+    # `close` is the largest distance of two tensors, in proportion to their norm. The distance is
+    # estimated from the sketches. Rounding errors are not in proportion to the tensor that they
+    # change, but to the numbers from which it was computed. So a tensor may also differ by a few
+    # times the precision of its dtype, in proportion to the norm of all tensors of its kind in the
+    # step.
     def _are_close(self, first: Entry | None, second: Entry | None, norm_of_kind: float) -> bool:
-        """Return whether two values are equal or, with a tolerance, close; see ``[Note: Close]``.
+        """Return whether two values are equal or, with a tolerance, close.
 
         Args:
             first: the value of the first run. None if the first run lacks it.

@@ -1,10 +1,10 @@
 """Throughput of a training loop: samples, tokens and model FLOPs per second over all processes.
 
-[Note: Throughput] Every process sums its own samples and tokens. At the end of each window, and
-only then, it waits for its device, and one message exchanges the sums. Windows follow each other
-without a gap, so the time between steps counts: loading, logging, waiting for other processes. The
-FLOPs of the first step are counted operation by operation. The FLOPs of a window are computed from
-them, in proportion to tokens, or to samples if no tokens are passed.
+Every process sums its own samples and tokens. At the end of each window, and only then, it waits
+for its device, and one message exchanges the sums. Windows follow each other without a gap, so the
+time between steps counts: loading, logging, waiting for other processes. The FLOPs of the first
+step are counted operation by operation. The FLOPs of a window are computed from them, in proportion
+to tokens, or to samples if no tokens are passed.
 """
 
 import time

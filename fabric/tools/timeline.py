@@ -1,27 +1,4 @@
-"""Time per phase of a training step: a table over all ranks, and a trace.
-
-[Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a
-:class:`Wait`. A *step* of the loop ends with each ``step()`` of the first optimizer that was
-stepped; other optimizers do not count. Times are summed over *rounds*. A round lasts from the start
-of one such ``step()`` to the start of the next. Under DDP and FSDP all ranks have just synchronized
-at that point, so a late rank and the waits that it causes fall into the same round.
-
-Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a
-rank *may wait* for others is measured separately: from its last gradient to the end of its backward
-pass, in the collectives of fabric and FSDP, and until DDP has broadcast its buffers. The least
-such time of any rank is what the communication itself takes. The rest is the time that a rank has
-*waited*. The *own* time of a rank in a phase is the time of the phase without the waited time. The
-ranks that wait are delayed by the rank that waited least, in the phase where its own time most
-exceeds that of the fastest rank.
-
-On a CUDA device times are measured on its stream: an event is recorded at the start and the end of
-each span, and read only when the times are needed.
-
-[Note: Clocks] A trace uses rank 0's clock. Before it starts, all ranks enter a barrier several
-times. The shortest time from rank 0's entry to a rank's exit is the difference of their clocks
-plus the duration of a barrier, which is the same for all ranks to within some tenths of a
-millisecond.
-"""
+"""Time per phase of a training step: a table over all ranks, and a trace."""
 
 import json
 import os
@@ -112,8 +89,9 @@ class _Span(NamedTuple):
     end: Mark
 
 
+# See [Note: Timeline].
 class _Round(NamedTuple):
-    """A finished round; see ``[Note: Timeline]``.
+    """A finished round.
 
     Attributes:
         number: how many steps of the loop had ended at the end of the round. 0 if the round is
@@ -129,8 +107,25 @@ class _Round(NamedTuple):
     spans: list[_Span]
 
 
+# [Note: Timeline]
+# A *span* is a phase (data, forward, backward, optimizer, save, ...), or a `Wait`. A *step* of the
+# loop ends with each `step()` of the first optimizer that was stepped; other optimizers do not
+# count. Times are summed over *rounds*. A round lasts from the start of one such `step()` to the
+# start of the next. Under DDP and FSDP all ranks have just synchronized at that point, so a late
+# rank and the waits that it causes fall into the same round.
+#
+# Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a
+# rank *may wait* for others is measured separately: from its last gradient to the end of its
+# backward pass, in the collectives of fabric and FSDP, and until DDP has broadcast its buffers. The
+# least such time of any rank is what the communication itself takes. The rest is the time that a
+# rank has *waited*. The *own* time of a rank in a phase is the time of the phase without the waited
+# time. The ranks that wait are delayed by the rank that waited least, in the phase where its own
+# time most exceeds that of the fastest rank.
+#
+# On a CUDA device times are measured on its stream: an event is recorded at the start and the end
+# of each span, and read only when the times are needed.
 class Timeline(SessionObserver):
-    """Measures the phases of a session, by hooks, until it is closed; see ``[Note: Timeline]``.
+    """Measures the phases of a session, by hooks, until it is closed.
 
     A *mark* is a point in time. A *span* is the time of one phase, such as a forward pass, between
     two marks. A *round* lasts from one step of the first optimizer to its next.
@@ -686,8 +681,12 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         yield
 
 
+# [Note: Clocks]
+# A trace uses rank 0's clock. Before it starts, all ranks enter a barrier several times. The
+# shortest time from rank 0's entry to a rank's exit is the difference of their clocks plus the
+# duration of a barrier, which is the same for all ranks to within some tenths of a millisecond.
 class _Clock(NamedTuple):
-    """The clock of a trace, which is rank 0's; see ``[Note: Clocks]``.
+    """The clock of a trace, which is rank 0's.
 
     Attributes:
         start: the time at which the trace begins on rank 0's clock, in nanoseconds.

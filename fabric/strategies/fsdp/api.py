@@ -357,15 +357,15 @@ class FSDPStrategy(ParallelStrategy):
 
     # -- building a module ----------------------------------------------------------------------
 
+    # See [Note: Building for shards] in init_module.py.
     @override
     @contextmanager
     def _init_context(self, empty: bool, source: str) -> Iterator[None]:
         """Build modules for sharding within this context, without a full model in memory.
 
-        See ``[Note: Building for shards]`` in ``fabric/strategies/init_module.py``. With
-        ``source="rank0"``, the other ranks wait for rank 0 at the end of the block. They then get
-        rank 0's random state, as if they had drawn the values, too. A rank whose random state was
-        another one than rank 0's from the start keeps its own.
+        With ``source="rank0"``, the other ranks wait for rank 0 at the end of the block. They then
+        get rank 0's random state, as if they had drawn the values, too. A rank whose random state
+        was another one than rank 0's from the start keeps its own.
 
         Args:
             empty: whether a checkpoint will fill the parameters, so that no rank draws values.

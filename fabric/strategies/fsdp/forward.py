@@ -1,12 +1,4 @@
-"""Forward passes of a sharded model, through the hooks of its root.
-
-[Note: Sharded forward] Parameters are gathered only while a forward pass of the whole model, or the
-backward pass after it, is running. A submodule that is called by itself would compute with shards,
-or FSDP2 would take it for the root of another model, and the whole model would not get its
-gradients. So a call of a submodule raises an error at once, with or without gradients. So does a
-call with other tensors in place of sharded parameters, as by ``functional_call``: FSDP2 would put
-the gathered parameters in place of these tensors.
-"""
+"""Forward passes of a sharded model, through the hooks of its root."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +26,15 @@ from fabric.strategies.fsdp.unreduced import UnreducedGradients
 __all__ = ["ShardedForward"]
 
 
+# [Note: Sharded forward]
+# Parameters are gathered only while a forward pass of the whole model, or the backward pass after
+# it, is running. A submodule that is called by itself would compute with shards, or FSDP2 would
+# take it for the root of another model, and the whole model would not get its gradients. So a call
+# of a submodule raises an error at once, with or without gradients. So does a call with other
+# tensors in place of sharded parameters, as by `functional_call`: FSDP2 would put the gathered
+# parameters in place of these tensors.
 class ShardedForward:
-    """The hooks around each forward pass of a sharded model. See ``[Note: Sharded forward]``.
+    """The hooks around each forward pass of a sharded model.
 
     The hooks refuse calls of submodules from outside of the model. After each forward pass, even
     after one that raised, they leave the model ready for the next one. The hooks of the root keep

@@ -1,14 +1,4 @@
-"""Gradients of shards, lent to the gathered parameters so that users can clear them there.
-
-[Note: Lent gradients] Between a forward and a backward pass, some modules hold gathered parameters
-in place of the shards that optimizers hold. ``zero_grad()`` of a submodule and
-``parameter.grad = None`` reach only the gathered parameters there, but the gradients of earlier
-passes belong to the shards. So at the end of a forward pass, each gathered parameter is *lent* the
-gradient of its shard: both have the same tensor as their ``grad``. Before anything else uses
-gradients, the gathered parameter gives the gradient back. If it was set to None on the gathered
-parameter, it is set to None on the shard. Changes in place need nothing, since the tensor is the
-same. FSDP2 must never find a lent gradient, since it would take the gradient for one of its own.
-"""
+"""Gradients of shards, lent to the gathered parameters so that users can clear them there."""
 
 import warnings
 from collections.abc import Callable
@@ -113,8 +103,17 @@ class _LentGradientOfReplica:
             self.parameter.grad = dtensor_like(self.parameter, grad_of_user)
 
 
+# [Note: Lent gradients]
+# Between a forward and a backward pass, some modules hold gathered parameters in place of the
+# shards that optimizers hold. `zero_grad()` of a submodule and `parameter.grad = None` reach only
+# the gathered parameters there, but the gradients of earlier passes belong to the shards. So at the
+# end of a forward pass, each gathered parameter is *lent* the gradient of its shard: both have the
+# same tensor as their `grad`. Before anything else uses gradients, the gathered parameter gives the
+# gradient back. If it was set to None on the gathered parameter, it is set to None on the shard.
+# Changes in place need nothing, since the tensor is the same. FSDP2 must never find a lent
+# gradient, since it would take the gradient for one of its own.
 class LentGradients:
-    """The gradients that shards have lent to gathered parameters. See ``[Note: Lent gradients]``.
+    """The gradients that shards have lent to gathered parameters.
 
     They are taken back at the start of each backward pass: by hooks of the outputs of the model,
     and by hooks of the parameters, since a loss need not depend on the outputs.

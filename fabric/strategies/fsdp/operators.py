@@ -1,19 +1,4 @@
-"""Operators of torch that give another result for shards than for the whole tensor.
-
-[Note: Operators on shards] torch runs most operators on DTensors as on plain tensors. For these two
-kinds of operators it uses the shard of this rank alone, without a word:
-
-- A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
-  reduced yet. ``float(x)``, ``x.item()`` and a condition read the value of this rank. The read is
-  an error, because a reduction would wait for ranks that do not read, such as where rank 0 logs.
-- ``normal_()``, ``uniform_()`` and the like draw numbers for the shard alone. Ranks with equal
-  random states drew the same numbers for different shards, and fewer than one process draws. Here
-  each rank draws the numbers of the whole tensor, and keeps those of its shard. If the numbers
-  depend on the values of the tensor, as in ``torch.bernoulli(x)``, the ranks gather the tensor
-  first. For the other operators that draw numbers, torch raises an error.
-
-The functions of this file stand in for these operators while sharded models are set up.
-"""
+"""Operators of torch that give another result for shards than for the whole tensor."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,10 +43,24 @@ _RANDOM_FUNCTIONS_WITH_OUT = {
 _RRELU = torch.ops.aten.rrelu_with_noise.default
 
 
+# [Note: Operators on shards]
+# torch runs most operators on DTensors as on plain tensors. For these two kinds of operators it
+# uses the shard of this rank alone, without a word:
+#
+# - A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
+#   reduced yet. `float(x)`, `x.item()` and a condition read the value of this rank. The read is an
+#   error, because a reduction would wait for ranks that do not read, such as where rank 0 logs.
+# - `normal_()`, `uniform_()` and the like draw numbers for the shard alone. Ranks with equal random
+#   states drew the same numbers for different shards, and fewer than one process draws. Here each
+#   rank draws the numbers of the whole tensor, and keeps those of its shard. If the numbers depend
+#   on the values of the tensor, as in `torch.bernoulli(x)`, the ranks gather the tensor first. For
+#   the other operators that draw numbers, torch raises an error.
+#
+# The functions of this file stand in for these operators while sharded models are set up.
 def handle_operators(rank: int) -> Callable[[], None]:
     """Replace operators on DTensors that would silently use this rank's shard alone.
 
-    The functions of this file are called in their place. See ``[Note: Operators on shards]``.
+    The functions of this file are called in their place.
 
     Args:
         rank: the rank of this process, for errors.

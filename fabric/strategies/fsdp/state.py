@@ -1,17 +1,4 @@
-"""The state of a sharded model: unsharded parameters and buffers, state dicts, optimizer state.
-
-[Note: Unsharded state] A parameter without a dimension, or without elements, cannot be sharded. A
-parameter in ``ignored_params`` should not be sharded. These parameters become replicated DTensors,
-so that optimizers, clipping and checkpoints deal with one kind of parameter. From a forward pass
-until the end of the backward pass after it, this rank's plain tensor replaces the DTensor in its
-module. At the end of the backward pass, the gradients of all these parameters are averaged in one
-all-reduce. The parameter keeps its dtype in forward passes, and its device if shards are on the
-CPU.
-
-Buffers are not sharded either. Running statistics are as under DDP: the first forward pass, and
-each forward pass after a pass with synchronization, starts with rank 0's statistics on all ranks.
-Other buffers stay local to each rank.
-"""
+"""The state of a sharded model: unsharded parameters and buffers, state dicts, optimizer state."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -216,8 +203,20 @@ def _shard_like(sharded: Any, value: Any) -> Any:
 # -- forward and backward passes ----------------------------------------------------------------
 
 
+# [Note: Unsharded state]
+# A parameter without a dimension, or without elements, cannot be sharded. A parameter in
+# `ignored_params` should not be sharded. These parameters become replicated DTensors, so that
+# optimizers, clipping and checkpoints deal with one kind of parameter. From a forward pass until
+# the end of the backward pass after it, this rank's plain tensor replaces the DTensor in its
+# module. At the end of the backward pass, the gradients of all these parameters are averaged in one
+# all-reduce. The parameter keeps its dtype in forward passes, and its device if shards are on the
+# CPU.
+#
+# Buffers are not sharded either. Running statistics are as under DDP: the first forward pass, and
+# each forward pass after a pass with synchronization, starts with rank 0's statistics on all ranks.
+# Other buffers stay local to each rank.
 class UnshardedState:
-    """The parameters and buffers of a model that are not sharded. See ``[Note: Unsharded state]``.
+    """The parameters and buffers of a model that are not sharded.
 
     Each of these parameters is a replicated DTensor. From a forward pass until the end of the
     backward pass after it, the module has this rank's plain tensor in place of the DTensor. A

@@ -1,14 +1,4 @@
-"""Gradients that backward passes without synchronization keep unreduced.
-
-[Note: Unreduced gradients] In ``no_backward_sync``, FSDP2 keeps the full gradients on this rank,
-where neither the optimizer nor the user sees them, and adds them to those of the next backward
-pass. Under other strategies these gradients are in ``parameter.grad``, so that ``zero_grad()``
-drops them. Here ``parameter.grad`` gets a *placeholder*: a shard in which every element is -0.0. If
-the placeholder is gone, or set to zero, when the next backward pass begins, the user has dropped
-the earlier gradients, see ``[Note: Cleared gradients]`` in ``fabric/optim/gradients.py``. Otherwise
-the reduced gradient is added to the placeholder, which changes no number. A gradient of an earlier
-pass with synchronization is its own placeholder.
-"""
+"""Gradients that backward passes without synchronization keep unreduced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +27,17 @@ from fabric.strategies.fsdp.lent_gradients import LentGradients
 __all__ = ["UnreducedGradients"]
 
 
+# [Note: Unreduced gradients]
+# In `no_backward_sync`, FSDP2 keeps the full gradients on this rank, where neither the optimizer
+# nor the user sees them, and adds them to those of the next backward pass. Under other strategies
+# these gradients are in `parameter.grad`, so that `zero_grad()` drops them. Here `parameter.grad`
+# gets a *placeholder*: a shard in which every element is -0.0. If the placeholder is gone, or set
+# to zero, when the next backward pass begins, the user has dropped the earlier gradients, see
+# [Note: Cleared gradients] in `fabric/optim/gradients.py`. Otherwise the reduced gradient is added
+# to the placeholder, which changes no number. A gradient of an earlier pass with synchronization is
+# its own placeholder.
 class UnreducedGradients:
-    """The unreduced gradients of a sharded model. See ``[Note: Unreduced gradients]``.
+    """The unreduced gradients of a sharded model.
 
     In ``no_backward_sync``, FSDP2 keeps full gradients in its *records*, its own objects of the
     sharded parameters, where the user does not see them. A *placeholder* in ``parameter.grad``

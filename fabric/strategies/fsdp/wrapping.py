@@ -1,10 +1,10 @@
 """The modules of a model that are sharded one by one.
 
-[Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied. Its
-parameters are gathered right before its forward pass, and freed after the forward pass. All other
-parameters belong to the root, which is gathered for the whole forward pass. Sharding saves most
-memory if the FSDP modules are the repeated blocks of a model: one block is unsharded at a time. A
-parameter that several modules share must belong to one FSDP module, or to the root.
+An *FSDP module* is a module to which ``fully_shard`` is applied. Its parameters are gathered right
+before its forward pass, and freed after the forward pass. All other parameters belong to the root,
+which is gathered for the whole forward pass. Sharding saves most memory if the FSDP modules are the
+repeated blocks of a model: one block is unsharded at a time. A parameter that several modules share
+must belong to one FSDP module, or to the root.
 """
 
 import inspect
