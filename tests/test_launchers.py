@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -267,15 +268,28 @@ def test_fork_after_a_parallel_operation_does_not_deadlock():
     assert results == [900.0, 900.0]
 
 
-def test_fork_after_a_backward_can_run_a_backward():
-    def gradient():
-        weight = torch.ones(300, 300, requires_grad=True)
-        (weight @ weight).sum().backward()
-        return weight.grad[0, 0].item()
+FORK_AFTER_BACKWARD = """
+import torch
+from fabric import Fabric
 
-    torch.set_num_threads(2)
-    assert gradient() == 600.0
-    assert LAUNCHERS["fork"].launch(gradient, (), {}, TWO) == 600.0
+def gradient(fabric=None):
+    weight = torch.ones(300, 300, requires_grad=True)
+    (weight @ weight).sum().backward()
+    return weight.grad[0, 0].item()
+
+torch.set_num_threads(2)
+print(gradient())
+print(Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(gradient))
+"""
+
+
+def test_fork_after_a_backward_can_run_a_backward():
+    # In a process of its own. Once torch has started threads for the gradients of some operators,
+    # such as nested backward passes, it refuses any backward pass in a forked process.
+    command = [sys.executable, "-c", FORK_AFTER_BACKWARD]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["600.0", "600.0"]
 
 
 class Garbage:
