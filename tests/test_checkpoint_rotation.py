@@ -651,6 +651,20 @@ def test_a_process_without_files_or_memory_to_read_with_finds_no_damage(
     assert problem in text
 
 
+def test_a_warning_that_filters_make_an_error_is_no_damage(tmp_path: Path) -> None:
+    with single() as fabric:
+        checkpoints = fabric.checkpoints(tmp_path)
+        for step in (1, 2):
+            checkpoints.save(step, {"table": torch.eye(2)})
+        with (
+            patch.object(torch, "load", side_effect=UserWarning("invariants")),
+            pytest.raises(UserWarning, match="invariants"),
+        ):
+            checkpoints.restore({"table": None})
+        # Nothing was passed over.
+        assert checkpoints.restore({"table": None}) == 2
+
+
 def open_with_mistakes(fabric: Fabric, folder: Path) -> dict[str, str]:
     file = folder / "file"
     file.write_text("a file")

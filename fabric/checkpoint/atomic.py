@@ -286,14 +286,15 @@ def _first_line(error: Exception) -> str:
 def _convert_errors(
     error_class: type[CheckpointError], request: str, problem: str, expected: str, suggestion: str
 ) -> Iterator[None]:
-    """Convert errors of the block to ``error_class``, except fabric's own and a MemoryError.
+    """Convert errors of the block to ``error_class``.
 
     The arguments are those of the new error. The class and the first line of the original error are
-    added to ``problem``.
+    added to ``problem``. Fabric's own errors, a MemoryError, and warnings that the user's filters
+    make errors are no fault of the checkpoint, and stay as they are.
     """
     try:
         yield
-    except (FabricError, MemoryError):  # lack of memory is not a fault of the checkpoint
+    except (FabricError, MemoryError, Warning):
         raise
     except Exception as error:
         full_problem = f"{problem}: {_first_line(error)}"
