@@ -311,6 +311,11 @@ def interrupt(fabric: Fabric, launching_process: int, wait: Callable[[Fabric], N
     ctypes.PyDLL(None).sleep(150)
 
 
+# Ctrl-C may arrive in a __del__ method, whose exceptions Python drops with a warning.
+may_drop_ctrl_c = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@may_drop_ctrl_c
 @pytest.mark.parametrize("wait", [wait_in_python, wait_in_collective])
 def test_ctrl_c_ends_rank_0_and_then_the_others(wait: Callable[[Fabric], None]) -> None:
     fabric = two_ranks()
@@ -321,6 +326,29 @@ def test_ctrl_c_ends_rank_0_and_then_the_others(wait: Callable[[Fabric], None]) 
     assert functions_of(raised.value)[1] == "interrupt"
     assert not dist.is_initialized()
     assert fabric.launch(process_and_sum, debug=0) == (os.getpid(), 3)
+
+
+class InterruptedWhenFreed:
+    """An object that is being freed when the user presses Ctrl-C."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def drop_ctrl_c(fabric: Fabric) -> None:
+    if fabric.global_rank == 0:
+        InterruptedWhenFreed()
+    else:
+        time.sleep(150)
+    fabric.barrier()
+
+
+@may_drop_ctrl_c
+def test_a_ctrl_c_that_python_drops_ends_the_ranks_all_the_same() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        two_ranks().launch(drop_ctrl_c, debug=0)
+    assert "drop_ctrl_c" in functions_of(raised.value)
+    assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 def change_settings(fabric: Fabric, fails: bool) -> None:

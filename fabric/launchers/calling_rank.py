@@ -100,9 +100,12 @@ class CallingRank:
         try:
             if error is not None and not self._is_consequence(error, supervision):
                 raise error
-            # The frames of the supervisor's thread mean nothing to the user.
             supervisor_error = supervision.exception()
+            if isinstance(supervisor_error, KeyboardInterrupt) and error is not None:
+                # The frames of the function show what the user has interrupted.
+                raise supervisor_error.with_traceback(error.__traceback__) from error
             if supervisor_error is not None:
+                # The frames of the supervisor's thread mean nothing to the user.
                 raise supervisor_error.with_traceback(None)
             _, *results_of_others = supervision.result()
             return [pickled_result, *results_of_others]
@@ -194,13 +197,17 @@ class CallingRank:
                 signal.pthread_kill(self._thread.ident or 0, signal.SIGINT)
 
     def _is_consequence(self, error: BaseException, supervision: "Future[list[bytes]]") -> bool:
-        """Return whether the exception of this rank has its cause in the failure of another rank.
+        """Return whether another rank or Ctrl-C is the cause of the exception of this rank.
 
         Args:
             error: the exception that the function has raised.
             supervision: the result or the exception of the supervisor.
         """
         failure = supervision.exception()
+        if isinstance(failure, KeyboardInterrupt):
+            # Python drops the KeyboardInterrupt of a Ctrl-C that arrives in a __del__ method. The
+            # function then fails when it loses the ranks that the supervisor has ended.
+            return not isinstance(error, KeyboardInterrupt)
         if not isinstance(failure, RankFailedError) or failure.rank == 0:
             return False
         if isinstance(error, KeyboardInterrupt):
