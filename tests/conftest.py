@@ -48,7 +48,9 @@ MODULES_OF_RANKS = (
     "lightning_utilities.core.imports",
     "psutil",
     "pytest",
+    "torch._dynamo.backends.common",
     "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
 )
 # pytest names the running test in the first, and torch's compiler notes its cache in the second.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
