@@ -37,7 +37,8 @@ proof: .venv/installed ## the same loop on 1 to 4 processes, and killed: how far
 # and takes a second to import in each worker.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed ## everything but the slow, gpu and engines marks
-	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 3 --dist loadfile -p no:hydra_pytest
+	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 3 --dist loadfile \
+	  --no-loadscope-reorder -p no:hydra_pytest
 
 test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
 	$(BIN)/python -m pytest -m "slow and not soak and not gpu and not engines" -n 2 --dist loadfile --timeout 600 --session-timeout 3600

@@ -52,6 +52,26 @@ MODULES_OF_RANKS = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental",
 )
+# Files whose few tests take long. `make test` begins with them, so that no worker gets one of them
+# last, and works alone at the end.
+LONG_FILES = (
+    "test_launchers_debug.py",
+    "test_model_parallel.py",
+    "test_cli.py",
+    "test_restarts.py",
+    "test_dry_run.py",
+    "test_watchdog.py",
+    "test_sequence_parallel.py",
+    "test_split_comparison.py",
+    "test_fsdp_models.py",
+    "test_launchers_failures.py",
+    "test_notebook_cells.py",
+    "test_parents.py",
+    "test_doctor.py",
+    "test_replicas.py",
+    "test_cleared_gradients.py",
+    "test_transformers.py",
+)
 # pytest names the running test in the first, and torch's compiler notes its cache in the second.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
@@ -78,6 +98,11 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of long files to the front."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -78,6 +78,7 @@ def run_tests(versions: Versions, folder: Path) -> SuiteRun | None:
         "3",
         "--dist",
         "loadfile",
+        "--no-loadscope-reorder",
         f"--junitxml={report}",
     ]
     selection = ["-m", "not slow and not gpu and not engines", f"--session-timeout={SESSION}"]
