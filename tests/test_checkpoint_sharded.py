@@ -329,6 +329,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_save_and_load_without_numpy(path, tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('not installed here')")
     (tmp_path / "script.py").write_text(WITHOUT_NUMPY)

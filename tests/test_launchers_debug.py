@@ -33,7 +33,7 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]])))
 """
 # The other rank waits for longer than the timeout of the script.
 COMMANDS = """p "in the debugger of", fabric.global_rank
-import time; time.sleep(3)
+import time; time.sleep(2)
 x += 100
 continue
 """
@@ -87,7 +87,14 @@ def run_in_terminal(*arguments: object) -> str:
 
 @pytest.mark.parametrize(
     ("launcher", "rank"),
-    [("spawn", 1), ("forkserver", 1), ("fork", 1), ("popen", 1), ("forkserver", 0), ("popen", 0)],
+    [
+        ("fork", 1),
+        ("forkserver", 0),
+        pytest.param("popen", 1, marks=pytest.mark.slow),
+        pytest.param("popen", 0, marks=pytest.mark.slow),
+        pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.soak]),
+        pytest.param("forkserver", 1, marks=[pytest.mark.slow, pytest.mark.soak]),
+    ],
 )
 def test_breakpoint_opens_the_debugger_in_the_rank(
     tmp_path: Path, launcher: str, rank: int

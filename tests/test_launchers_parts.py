@@ -75,17 +75,21 @@ def test_variables_of_libraries_are_found_in_the_files_that_a_rank_runs_first(
 
 # What a library may do while it is imported, and a text of the reason why no rank is forked then.
 HAZARDS = {
-    "": "",
     "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": (
         "have left 2 threads"
     ),
+    "": "",
     "import torch; torch.cuda.is_initialized = lambda: True": "have initialized CUDA",
     "raise ImportError": "the fork server ",  # has failed, or does not start
 }
+FIRST_HAZARD, *FURTHER_HAZARDS = HAZARDS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
-@pytest.mark.parametrize("source", HAZARDS)
+@pytest.mark.parametrize(
+    "source",
+    [FIRST_HAZARD, *(pytest.param(source, marks=pytest.mark.slow) for source in FURTHER_HAZARDS)],
+)
 def test_ranks_are_not_forked_where_a_fork_would_differ(tmp_path, monkeypatch, source):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "library.py").write_text(source)

@@ -47,6 +47,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert heading in anchors(target), link
 
 
+@pytest.mark.slow
 def test_the_readme_has_a_script_that_runs_on_two_processes(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(script.replace("Fabric(", 'Fabric(accelerator="cpu", '))

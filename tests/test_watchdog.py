@@ -672,6 +672,7 @@ def test_a_request_before_the_ranks_have_started_does_not_end_fabric_run():
     assert "--log-dir" in run.stdout
 
 
+@pytest.mark.slow
 def test_fabric_run_shows_a_report_that_goes_to_a_log(tmp_path):
     command = [*FABRIC_RUN, "--devices=2", f"--log-dir={tmp_path}", str(SCRIPT), "popen", "2", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

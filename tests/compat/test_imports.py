@@ -409,6 +409,7 @@ sys.stdout.write(f"rank {fabric.global_rank} {total} {sys.argv[1:]}\\n")
 """
 
 
+@pytest.mark.slow
 def test_its_command_run_takes_options_on_both_sides_and_notes_each_difference_once(
     tmp_path: Path,
 ) -> None:
