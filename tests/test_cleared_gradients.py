@@ -152,11 +152,16 @@ def train(
 
 
 def train_in_all_ways(fabric: Fabric) -> list[list[Tensor]]:
-    parameters: list[list[Tensor]] = []
+    parameters = train_in_some_ways(fabric)
     for clear in CLEARINGS:
         for has_weight in (False, True):
             parameters.append(train(fabric, clear, has_weight, "after"))
             parameters.append(train(fabric, clear, has_weight, "between"))
+    return parameters
+
+
+def train_in_some_ways(fabric: Fabric) -> list[list[Tensor]]:
+    parameters: list[list[Tensor]] = []
     for has_weight in (False, True):
         parameters.append(train(fabric, clear_by_optimizer, has_weight, "within"))
         parameters.append(train(fabric, clear_by_parts, has_weight, "between", False))
@@ -181,10 +186,28 @@ RUNS: dict[str, Callable[..., list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_gradients_that_are_dropped_within_a_window_reach_no_step(run: str) -> None:
+# The other strategies drop gradients as "fsdp" does.
+ALL_WAYS = ("single", "ddp", "fsdp")
+
+
+def runs_and_ways() -> list[Any]:
+    parameters = []
+    for run in RUNS:
+        if run in ALL_WAYS:
+            parameters.append(pytest.param(run, train_in_all_ways, id=run))
+        else:
+            parameters.append(pytest.param(run, train_in_some_ways, id=f"{run}, some ways"))
+            marks = [pytest.mark.slow, pytest.mark.soak]
+            parameters.append(pytest.param(run, train_in_all_ways, id=run, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("run", "ways"), runs_and_ways())
+def test_gradients_that_are_dropped_within_a_window_reach_no_step(
+    run: str, ways: Callable[[Fabric], list[list[Tensor]]]
+) -> None:
     expected = train_plainly()
-    for parameters_by_way in RUNS[run](train_in_all_ways):
+    for parameters_by_way in RUNS[run](ways):
         for actual in parameters_by_way:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 

@@ -512,11 +512,11 @@ SCRIPT = """
 from functools import partial
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from tests.test_dry_run import PLANS, build, step
-build, step = partial(build, name="gpt"), partial(step, "gpt")
+build, step = partial(build, name="wide"), partial(step, "wide")
 build_layer = partial(build.func, name="linear")
 step_of_layer = partial(step.func, "linear")
 hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
-split = ModelParallelStrategy(tp_plan=PLANS["gpt"], tensor_parallel_size=2)
+split = ModelParallelStrategy(tp_plan=PLANS["wide"], tensor_parallel_size=2)
 def build_of_size(fabric, size): raise AssertionError("it was called")
 """
 
@@ -609,7 +609,7 @@ def test_steps_read_values_skip_synchronization_and_build_as_in_a_job(
 
 def test_a_dry_run_changes_nothing_in_the_process():
     before = torch.get_rng_state()
-    planned()
+    planned("linear")
     assert torch.equal(before, torch.get_rng_state())
     results = run_in_ranks(sum_over_ranks, ranks=1, strategy="ddp")
     assert results == [1.0]

@@ -171,8 +171,12 @@ def train_sharded(fabric: Fabric, make: Callable[[], nn.Module]) -> list[Tensor]
     return [*full_parameters(model), *model.buffers()]
 
 
+# Shards of two ranks are equal, which is simpler than those of three.
+TWO_RANKS = pytest.param(2, marks=[pytest.mark.slow, pytest.mark.soak])
+
+
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [TWO_RANKS, 3])
 def test_a_model_trains_as_in_one_process(make: Callable[[], nn.Module], ranks: int) -> None:
     expected = train_in_one_process(make)
     for actual in in_ranks(train_sharded, make, ranks=ranks, precision="64-true"):
@@ -342,8 +346,11 @@ def train_clip_in_every_way(fabric: Fabric) -> list[dict[str, Any]]:
     return [train_clip(fabric, kind) for kind in KINDS]
 
 
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}], ids=str
+    "options", [{}, pytest.param(HYBRID, marks=pytest.mark.slow)], ids=["fully sharded", "hybrid"]
 )
 def test_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
     # The gradients grow quickly, and with them the rounding of float32.

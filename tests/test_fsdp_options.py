@@ -26,6 +26,9 @@ from tests.loops import Block, Record, Transformer, assert_same, fabric_loop, pl
 from tests.ranks import outcome, remedy
 from tests.test_fsdp import full_parameters, in_ranks
 
+# Another spelling of an option that another case has.
+SOAK = [pytest.mark.slow, pytest.mark.soak]
+
 
 def is_linear_or_norm(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.LayerNorm)
@@ -36,8 +39,8 @@ def is_linear_or_norm(module: nn.Module) -> bool:
     [
         (3, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "device_mesh": (3,)}),
         (2, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}),
-        (2, {"sharding_strategy": "HYBRID_SHARD"}),
-        (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}),
+        pytest.param(2, {"sharding_strategy": "HYBRID_SHARD"}, marks=SOAK),
+        pytest.param(2, {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, marks=SOAK),
         (
             2,
             {
@@ -45,9 +48,11 @@ def is_linear_or_norm(module: nn.Module) -> bool:
                 "auto_wrap_policy": is_linear_or_norm,
             },
         ),
-        (2, {"backward_prefetch": 2, "auto_wrap_policy": {Block, nn.LayerNorm}}),
+        pytest.param(
+            2, {"backward_prefetch": 2, "auto_wrap_policy": {Block, nn.LayerNorm}}, marks=SOAK
+        ),
         (2, {"auto_wrap_policy": 200, "activation_checkpointing": nn.LayerNorm}),
-        (2, {"activation_checkpointing": [Block]}),
+        pytest.param(2, {"activation_checkpointing": [Block]}, marks=SOAK),
         (2, {"activation_checkpointing": Block, "sharding_strategy": "SHARD_GRAD_OP"}),
         (2, {"reshard_after_forward": True}),
         (2, {"cpu_offload": True}),

@@ -152,7 +152,19 @@ RUNS: dict[str, Callable[..., list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+# Hybrid sharding reduces over replicas and shards. The weights do not depend on when shards gather.
+SLOW_RUNS = ("HYBRID_SHARD", "SHARD_GRAD_OP")
+
+
+def runs() -> list[Any]:
+    parameters = []
+    for run in RUNS:
+        marks = [pytest.mark.slow] if run in SLOW_RUNS else []
+        parameters.append(pytest.param(run, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("run", runs())
 def test_a_step_is_that_of_all_samples_in_one_process(run: str) -> None:
     expected = [train_plainly(case) for case in CASES]
     for actual in RUNS[run](train_all_cases):

@@ -1051,7 +1051,7 @@ WITH_FSDP = {"tensor_parallel_size": 2}
     ("mesh", "order", "rate", "plan"),
     [
         (TENSOR_PARALLEL_ALONE, "before", 0.5, RATE_PLAN),
-        (TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN),
+        pytest.param(TENSOR_PARALLEL_ALONE, "after", 0.0, NORM_PLAN, marks=pytest.mark.slow),
         pytest.param(TENSOR_PARALLEL_ALONE, "before", 0.0, NORM_PLAN, marks=pytest.mark.slow),
         pytest.param(TENSOR_PARALLEL_ALONE, "after", 0.5, RATE_PLAN, marks=pytest.mark.slow),
         pytest.param(WITH_FSDP, "before", 0.0, RATE_PLAN, marks=pytest.mark.slow),

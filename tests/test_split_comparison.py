@@ -567,7 +567,9 @@ def train_sharded_layers(fabric: Fabric) -> list[tuple[Tensor, Tensor]]:
     return train_beside(fabric, plain)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)]
+)
 def test_layers_that_are_sharded_one_by_one_are_compared(precision: Any) -> None:
     options = {"data_parallel_size": 2, "auto_wrap_policy": {nn.Linear}}
     results = on_mesh(pass_through_sharded_layers, ranks=4, precision=precision, **options)
