@@ -417,7 +417,7 @@ def strategy_of(name: str, strategy: str, ranks: int) -> Strategy:
     sampled(
         cases(),
         slow=8,
-        quick=[("gpt", "fsdp", 2), ("partly frozen", "ddp", 2), ("gpt", "TP", 2)],
+        quick=[("gpt", "fsdp", 2), ("partly frozen", "ddp", 2), ("uneven", "TP", 2)],
     ),
 )
 def test_a_rank_takes_what_was_planned_and_issues_these_collectives(name, strategy, ranks):

@@ -117,17 +117,24 @@ SHARDED: dict[str, Any] = {"strategy": "fsdp"}
 UNUSED: dict[str, Any] = {"strategy": "ddp_find_unused_parameters_true"}
 
 
+SOAK = [pytest.mark.slow, pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "options", "precision"),
     [
-        (1, {}),
-        (2, {}),
-        (2, SHARDED),
-        (4, SHARDED),
-        (4, UNUSED),
+        (1, {}, "32-true"),
+        (1, {}, "16-mixed"),
+        (2, {}, "32-true"),
+        (2, {}, "16-mixed"),
+        (4, SHARDED, "32-true"),
+        (2, SHARDED, "16-mixed"),
+        (4, UNUSED, "32-true"),
+        pytest.param(2, SHARDED, "32-true", marks=SOAK),
+        pytest.param(4, SHARDED, "16-mixed", marks=SOAK),
+        pytest.param(4, UNUSED, "16-mixed", marks=SOAK),
     ],
 )
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
     ranks: int, options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:

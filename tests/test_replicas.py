@@ -262,15 +262,18 @@ def test_another_loss_scale_on_one_rank_is_a_drift(tmp_path: Path, check_replica
     check_outcomes(outcomes, ["change_loss_scale"])
 
 
+SPLIT_AND_REPLICATED = ModelParallelStrategy(
+    tp_plan={"first": "colwise", "second": "rowwise"},
+    tensor_parallel_size=2,
+    replicate_size=2,
+)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
         FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
-        ModelParallelStrategy(
-            tp_plan={"first": "colwise", "second": "rowwise"},
-            tensor_parallel_size=2,
-            replicate_size=2,
-        ),
+        pytest.param(SPLIT_AND_REPLICATED, marks=pytest.mark.slow),
     ],
     ids=["hybrid", "mesh"],
 )

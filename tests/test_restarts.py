@@ -268,9 +268,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.close()
 
 
-# The test of two machines below shows the same in `make test`.
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
     run: Run, processes: int, uninterrupted: Steps
 ) -> None:
@@ -321,6 +319,7 @@ class Machines:
         return [command.wait(DEADLINE) for command in self.commands]
 
 
+@pytest.mark.slow
 def test_a_rank_and_a_command_that_are_killed_restart_the_ranks_of_all_machines(
     run: Run, uninterrupted: Steps
 ) -> None:

@@ -265,7 +265,7 @@ def assert_kernel_is_unchanged(notebook: Notebook) -> None:
     assert_no_files_left(notebook.directory)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_rank_0_can_be_debugged_in_the_kernel(notebook, strategy):
     cell = DEBUGGED.replace("{strategy!r}", repr(strategy))
     assert notebook.run(cell)["status"] == "ok"
