@@ -176,6 +176,7 @@ def test_a_file_that_is_imported_in_place_of_torch_is_named_before_the_import_fa
     assert any("import of torch: ImportError" in line for line in others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, environment):
     environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": free_port()}
     processes = []

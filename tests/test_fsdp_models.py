@@ -350,7 +350,9 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param(HYBRID, marks=pytest.mark.slow)], ids=["fully sharded", "hybrid"]
+    "options",
+    [{}, pytest.param(HYBRID, marks=[pytest.mark.slow, pytest.mark.soak])],
+    ids=["fully sharded", "hybrid"],
 )
 def test_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
     # The gradients grow quickly, and with them the rounding of float32.

@@ -91,7 +91,7 @@ def run_in_terminal(*arguments: object) -> str:
         ("fork", 1),
         ("forkserver", 0),
         pytest.param("popen", 1, marks=pytest.mark.slow),
-        pytest.param("popen", 0, marks=pytest.mark.slow),
+        pytest.param("popen", 0, marks=[pytest.mark.slow, pytest.mark.soak]),
         pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.soak]),
         pytest.param("forkserver", 1, marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
@@ -107,6 +107,7 @@ def test_breakpoint_opens_the_debugger_in_the_rank(
     assert "has waited" not in output
 
 
+@pytest.mark.slow
 def test_breakpoint_opens_the_debugger_in_a_rank_of_a_pool(tmp_path: Path) -> None:
     file = tmp_path / "test_pool.py"
     file.write_text(POOL_TEST)
@@ -194,7 +195,9 @@ def process_and_sum(fabric: Fabric) -> tuple[int, int]:
     return os.getpid(), fabric.all_reduce(fabric.global_rank + 1, reduce_op="sum")
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver", "fork"]
+)
 def test_rank_0_is_this_process(launcher: StartMethod) -> None:
     fabric = two_ranks(launcher=launcher)
     for _ in range(2):

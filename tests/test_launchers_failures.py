@@ -162,7 +162,7 @@ raise ValueError(f"{removed} {sys.argv[1:]}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["", " >&-"])
+@pytest.mark.parametrize("closed", [pytest.param("", marks=pytest.mark.soak), " >&-"])
 def test_a_script_keeps_arguments_that_it_removes_also_without_a_standard_output(tmp_path, closed):
     (tmp_path / "removes.py").write_text(REMOVES)
     process = run_in_a_shell(f"{sys.executable} -W error removes.py a b{closed}", tmp_path)

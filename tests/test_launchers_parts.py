@@ -83,12 +83,13 @@ HAZARDS = {
     "raise ImportError": "the fork server ",  # has failed, or does not start
 }
 FIRST_HAZARD, *FURTHER_HAZARDS = HAZARDS
+SOAK = [pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 @pytest.mark.parametrize(
     "source",
-    [FIRST_HAZARD, *(pytest.param(source, marks=pytest.mark.slow) for source in FURTHER_HAZARDS)],
+    [FIRST_HAZARD, *(pytest.param(source, marks=SOAK) for source in FURTHER_HAZARDS)],
 )
 def test_ranks_are_not_forked_where_a_fork_would_differ(tmp_path, monkeypatch, source):
     monkeypatch.syspath_prepend(tmp_path)

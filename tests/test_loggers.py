@@ -348,7 +348,13 @@ fabric.log("loss", 0.5)
 """
 
 
-@pytest.mark.parametrize(("last_line", "status"), [("", "success"), ("1 / 0", "failed")])
+@pytest.mark.parametrize(
+    ("last_line", "status"),
+    [
+        ("1 / 0", "failed"),
+        pytest.param("", "success", marks=[pytest.mark.slow, pytest.mark.soak]),
+    ],
+)
 def test_loggers_are_closed_at_exit_before_their_packages_and_decide_no_exit_code(
     last_line: str, status: str
 ) -> None:

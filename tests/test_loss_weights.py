@@ -153,15 +153,14 @@ RUNS: dict[str, Callable[..., list[Any]]] = {
 
 
 # Hybrid sharding reduces over replicas and shards. The weights do not depend on when shards gather.
-SLOW_RUNS = ("HYBRID_SHARD", "SHARD_GRAD_OP")
+MARKS = {
+    "HYBRID_SHARD": [pytest.mark.slow],
+    "SHARD_GRAD_OP": [pytest.mark.slow, pytest.mark.soak],
+}
 
 
 def runs() -> list[Any]:
-    parameters = []
-    for run in RUNS:
-        marks = [pytest.mark.slow] if run in SLOW_RUNS else []
-        parameters.append(pytest.param(run, marks=marks))
-    return parameters
+    return [pytest.param(run, marks=MARKS.get(run, [])) for run in RUNS]
 
 
 @pytest.mark.parametrize("run", runs())

@@ -265,7 +265,10 @@ def assert_kernel_is_unchanged(notebook: Notebook) -> None:
     assert_no_files_left(notebook.directory)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", pytest.param("fsdp", marks=[pytest.mark.slow, pytest.mark.soak])],
+)
 def test_rank_0_can_be_debugged_in_the_kernel(notebook, strategy):
     cell = DEBUGGED.replace("{strategy!r}", repr(strategy))
     assert notebook.run(cell)["status"] == "ok"
