@@ -125,9 +125,18 @@ def train_two_steps_or_the_third(fabric: Fabric, path: Path, load: bool) -> list
     return [value.clone() for value in full_parameters(model)]
 
 
+# test_resharding.py has more pairs of jobs.
+SOAK = [pytest.mark.slow, pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(sharded(2), SINGLE), (SINGLE, sharded(3)), (sharded(2), sharded(3)), (sharded(3), DDP)],
+    [
+        (sharded(2), sharded(3)),
+        (sharded(3), DDP),
+        pytest.param(sharded(2), SINGLE, marks=SOAK),
+        pytest.param(SINGLE, sharded(3), marks=SOAK),
+    ],
 )
 def test_an_optimizer_goes_on_under_any_strategy(
     before: dict[str, Any], after: dict[str, Any], tmp_path: Path

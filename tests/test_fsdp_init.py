@@ -132,9 +132,18 @@ def build_and_set_up(fabric: Fabric, build: Callable[[], nn.Module], source: str
     return Build(values_of(model), state)
 
 
+def builds_and_ranks() -> list[Any]:
+    parameters = []
+    for build in (Wide, Buffers, Frozen, Tied):
+        parameters.append(pytest.param(build, 3))
+        # A single rank has no shards that could differ from one model to another.
+        marks = [] if build is Wide else [pytest.mark.slow, pytest.mark.soak]
+        parameters.append(pytest.param(build, 1, marks=marks))
+    return parameters
+
+
 @pytest.mark.parametrize("source", ["every_rank", "rank0"])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("build", [Wide, Buffers, Frozen, Tied])
+@pytest.mark.parametrize(("build", "ranks"), builds_and_ranks())
 def test_the_values_and_the_generator_are_those_of_the_plain_build(
     build: Callable[[], nn.Module], ranks: int, source: str
 ) -> None:

@@ -61,7 +61,11 @@ print((memory() - before) >> 20)
     ("variables", "returns_blocks"),
     [
         ({}, True),
-        ({"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}, False),
+        pytest.param(
+            {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)},
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_large_blocks_go_back_to_the_system_unless_the_users_variables_keep_them(
