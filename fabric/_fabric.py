@@ -88,11 +88,10 @@ from fabric.optim.parameter_lists import PARAMETER_LISTS
 from fabric.precision import Precision, PrecisionName
 from fabric.seed import seed_everything, seed_rank
 from fabric.strategies import StrategyName
-from fabric.strategies.base import without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
-from fabric.strategies.standalone import Group, Strategy
+from fabric.strategies.standalone import Group, Strategy, without_sync
 from fabric.tree import Tree
 from fabric.world import World
 

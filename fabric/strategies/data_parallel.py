@@ -112,7 +112,6 @@ class DataParallelStrategy(ParallelStrategy):
     name = "dp"
     connects_processes = False
     drives_all_devices = True
-    _wrapper_class = nn.DataParallel
 
     def __init__(
         self,
@@ -169,6 +168,12 @@ class DataParallelStrategy(ParallelStrategy):
         if precision.has_own_context:
             prepared.forward_context = partial(precision.forward_context, self.root_device.type)
         return prepared
+
+    @override
+    def unwrap(self, prepared: nn.Module) -> nn.Module:
+        if isinstance(prepared, nn.DataParallel):
+            prepared = prepared.module
+        return super().unwrap(prepared)
 
     @override
     def all_reduce(

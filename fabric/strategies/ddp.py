@@ -41,6 +41,7 @@ from fabric.precision import Precision, PrecisionName
 from fabric.strategies.parallel import (
     ParallelStrategy,
     check_forwarded_arguments,
+    refuse_join,
     refuse_unprepared,
 )
 from fabric.tree import flatten
@@ -97,7 +98,6 @@ class DDPStrategy(ParallelStrategy):
     """
 
     name = "ddp"
-    _wrapper_class = DistributedDataParallel
 
     def __init__(
         self,
@@ -287,6 +287,12 @@ class DDPStrategy(ParallelStrategy):
         return wrapper
 
     @override
+    def unwrap(self, prepared: nn.Module) -> nn.Module:
+        if isinstance(prepared, DistributedDataParallel):
+            prepared = prepared.module
+        return super().unwrap(prepared)
+
+    @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Have the optimizer's step average the parameters over all ranks once in a period.
 
@@ -350,6 +356,8 @@ class DDPStrategy(ParallelStrategy):
             needs_forward=True,
             expects_unused=finds_unused or has_static_graph,
             gradients_may_differ=replicas_drift,
+            join=self._join,
+            explain_error=self._explain_error,
         )
         if not isinstance(prepared, DistributedDataParallel):
             return contract
@@ -365,10 +373,9 @@ class DDPStrategy(ParallelStrategy):
             contract = replace(contract, replicated=replicated, replicas=replicas)
         return contract
 
-    @override
     def _join(
         self, modules: Sequence[nn.Module], divide_by_all: bool
-    ) -> AbstractContextManager[object] | None:
+    ) -> AbstractContextManager[object]:
         """Return a context in which the ranks may have different numbers of batches.
 
         The context is torch's ``Join``, which answers the collectives of the backward pass for a
@@ -379,15 +386,10 @@ class DDPStrategy(ParallelStrategy):
             divide_by_all: whether gradients are divided by the number of all ranks, and not by the
                 number of ranks that still have batches.
 
-        Returns:
-            The context. None if there is a single process, which needs no context.
-
         Raises:
-            UsageError: there are several processes, and something else than the backward pass needs
-                all ranks, or a module is not wrapped.
+            UsageError: something else than the backward pass needs all ranks, or a module is not
+                wrapped.
         """
-        if self.world_size == 1:
-            return None
         wrappers: list[DistributedDataParallel] = []
         for module in modules:
             if isinstance(module, DistributedDataParallel):
@@ -399,7 +401,7 @@ class DDPStrategy(ParallelStrategy):
         # Join answers the collectives of DDP wrappers only.
         has_unwrapped_module = len(wrappers) < len(modules)
         if has_other_collectives or has_unwrapped_module:
-            self._refuse_join()  # raises the UsageError
+            refuse_join(self)  # raises the UsageError
         return _joined(wrappers, divide_by_all)
 
     @property

@@ -11,7 +11,13 @@ from fabric._torch import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.strategies.standalone import Strategy
 
-__all__ = ["ParallelStrategy", "as_list", "check_forwarded_arguments", "refuse_unprepared"]
+__all__ = [
+    "ParallelStrategy",
+    "as_list",
+    "check_forwarded_arguments",
+    "refuse_join",
+    "refuse_unprepared",
+]
 
 # The code that replaces the older form, for errors.
 _MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
@@ -91,8 +97,9 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Return whether this is a prepared module, or the user's module of a prepared module."""
         inner = uncompiled(module)
-        # True for a module that another strategy of this kind has prepared, too.
-        if isinstance(inner, self._wrapper_class):
+        # True for a wrapper that another strategy of this kind has made, too.
+        is_wrapper = self.unwrap(inner) is not inner
+        if is_wrapper:
             return True
         return inner in map(self.unwrap, self._prepared_modules)
 
@@ -140,6 +147,19 @@ def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
         problem=f"the module was not set up with {type(strategy).__name__}, and so its gradients "
         "are never synchronized",
         suggestion="fabric.setup_module(model)",
+    )
+
+
+def refuse_join(strategy: Strategy) -> NoReturn:
+    """Raise the UsageError for ``fabric.join`` with modules that cannot be joined."""
+    raise UsageError(
+        f"fabric.join(...) with {type(strategy).__name__} on rank {strategy.global_rank}",
+        problem="a forward pass, a backward pass or a step needs all ranks, but a rank without "
+        "batches makes none of them",
+        expected='strategy="ddp" and modules with trainable parameters, without '
+        "model_averaging_period and sync_batchnorm",
+        suggestion='setup_dataloaders(loader, uneven="drop") or uneven="pad"; or, for data '
+        'that fabric does not shard, uneven="shortest" or uneven="longest"',
     )
 
 

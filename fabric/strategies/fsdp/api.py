@@ -700,6 +700,7 @@ class FSDPStrategy(ParallelStrategy):
             reshard=partial(forward.reshard, wait=self._offloads_to_cpu),
             # With mixed precision, FSDP2 itself casts inputs and outputs.
             casts=self.mixed_precision is not None or compute_dtype is not None,
+            explain_error=self._explain_error,
         )
 
     @override
