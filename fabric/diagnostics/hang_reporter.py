@@ -149,7 +149,7 @@ class HangReporter:
         # Set while another thread needs a report, for the error of its collective.
         self._needs_report = threading.Event()
         self._stop = threading.Event()
-        self.recorder = FlightRecorder(self.wait_for_report, self.explain_lost_rank)
+        self.recorder = FlightRecorder(self)
         self._observer = RankObserver(
             self.recorder,
             size=store.size,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from fabric.communicators.checked import PendingSignatures
 from fabric.errors import UsageError
 from fabric.hooks import Hooks
 
-__all__ = ["HEADING", "JOB", "Entry", "FlightRecorder", "ranks_in_words"]
+__all__ = ["HEADING", "JOB", "Entry", "FlightRecorder", "Reporter", "ranks_in_words"]
 
 JOB = "job"  # the name of the group of all ranks
 RANK0 = "rank 0"  # the group under which the waits for values of rank 0 are counted
@@ -114,9 +114,16 @@ def ranks_in_words(ranks: Collection[int]) -> str:
     return f"{noun} {', '.join(names)}"
 
 
-def _no_report() -> str:
-    """Return an empty text, which stands for no report and for no explanation."""
-    return ""
+class Reporter(Protocol):
+    """The part of a ``HangReporter`` that explains failed collectives."""
+
+    def wait_for_report(self) -> str:
+        """Return what each rank is doing, for the error of a collective that timed out."""
+        ...
+
+    def explain_lost_rank(self) -> str:
+        """Return why other ranks have ended, for the error of a collective that lost one."""
+        ...
 
 
 def _ignore_param_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -133,10 +140,8 @@ class FlightRecorder:
     changed by one assignment or one dict operation, which the thread sees completely or not at all.
 
     Args:
-        report: returns what each rank is doing, for the error of a collective that timed out. By
-            default such an error gets no report.
-        explain_lost_rank: returns why other ranks have ended, for the error of a collective that
-            has lost its connection. By default such an error gets no explanation.
+        reporter: explains collectives that timed out or lost another rank. None, the default,
+            leaves their errors as they are.
 
     Attributes:
         process: the id of the process that created the recorder. Only this process is connected to
@@ -167,14 +172,9 @@ class FlightRecorder:
             default, if no tool, such as a timeline, has set it.
     """
 
-    def __init__(
-        self,
-        report: Callable[[], str] = _no_report,
-        explain_lost_rank: Callable[[], str] = _no_report,
-    ) -> None:
+    def __init__(self, reporter: Reporter | None = None) -> None:
         """Make an empty recorder, in the thread whose stack hang reports show."""
-        self._report = report
-        self._explain_lost_rank = explain_lost_rank
+        self._reporter = reporter
         self.process = os.getpid()
         self.thread = threading.get_ident()
         self.signatures = PendingSignatures()
@@ -351,19 +351,21 @@ class FlightRecorder:
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         has_note = HEADING in text or _LOST_HEADING in text
         # torch's errors of collectives are RuntimeErrors.
-        if not isinstance(error, RuntimeError) or has_note:
+        if self._reporter is None or not isinstance(error, RuntimeError) or has_note:
             return
         lowered_text = text.lower()
         if any(timeout_text in lowered_text for timeout_text in _TIMEOUT_TEXTS):
             self._add_report(error)
         elif any(lost_text in lowered_text for lost_text in _LOST_TEXTS):
-            explanation = self._explain_lost_rank()
+            explanation = self._reporter.explain_lost_rank()
             if explanation:
                 error.add_note(f"{_LOST_HEADING}\n{explanation}")
 
     def _add_report(self, error: BaseException) -> None:
         """Add a note to an error: a hang report, and what to do about it."""
-        report = self._report()
+        report = ""
+        if self._reporter is not None:
+            report = self._reporter.wait_for_report()
         if not report:
             return
         remedy = (
