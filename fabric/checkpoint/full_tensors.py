@@ -2,13 +2,12 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fabric._torch import local_tensor
@@ -17,7 +16,10 @@ from fabric.communicators import Communicator
 from fabric.communicators.base import CallDescription, Collective, Operation, Reduce
 from fabric.tree import map_tensors
 
-__all__ = ["BUCKET_BYTES", "FullTensors", "ShardGatherer"]
+if TYPE_CHECKING:
+    from fabric.runtime import Runtime
+
+__all__ = ["BUCKET_BYTES", "FullStateStrategy", "FullTensors", "ShardGatherer"]
 
 BUCKET_BYTES = 2**26  # a save gathers tensors of at most this size at once, to bound the memory
 
@@ -84,6 +86,14 @@ class _Section(NamedTuple):
     length: int
 
 
+class FullStateStrategy(Protocol):
+    """The part of a parallel strategy that gathers the shards of a state."""
+
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with full tensors in place of shards. May be collective."""
+        ...
+
+
 # [Note: Buckets of shards]
 # The tensors of a bucket are gathered together, one dimension of their mesh after another, from the
 # outermost to the innermost. Each gather is one message for the shards of all tensors in the bucket
@@ -96,17 +106,12 @@ class ShardGatherer:
     """Gathers full tensors of sharded ones.
 
     Args:
-        communicator: all ranks of the job.
-        communicator_over: returns the collectives over a process group.
-        device: the device of this rank, on which full tensors are returned.
-        full_state: returns a state with full tensors in place of shards. Collective. It gathers
-            what buckets cannot hold, such as the shards of another library.
+        runtime: the runtime of this rank. Full tensors are returned on its device.
+        strategy: gathers what buckets cannot hold, such as the shards of another library.
     """
 
-    communicator: Communicator
-    communicator_over: Callable[[dist.ProcessGroup], Communicator]
-    device: torch.device
-    full_state: Callable[[dict[str, Any]], dict[str, Any]]
+    runtime: "Runtime"
+    strategy: FullStateStrategy
 
     def gather(
         self,
@@ -138,7 +143,7 @@ class ShardGatherer:
         Args:
             state: the state of a module, with shards as DTensors.
         """
-        is_first = self.communicator.rank == 0
+        is_first = self.runtime.communicator.rank == 0
         full_state: Any = {}
         if is_first:
             # A shallow copy keeps the versions of layers that torch attaches to a state dict.
@@ -193,8 +198,8 @@ class ShardGatherer:
         For values that are not sharded, and for shards that :meth:`_gather_shards` cannot join.
         Collective. The arguments are those of :meth:`gather`, for one value.
         """
-        full = self.full_state({name: value})[name]
-        if dst is not None and self.communicator.rank != dst:
+        full = self.strategy.full_state({name: value})[name]
+        if dst is not None and self.runtime.communicator.rank != dst:
             return None
         return _cast(full, dtype)
 
@@ -204,16 +209,16 @@ class ShardGatherer:
         The gathers that follow may be in groups of some ranks. These groups do not notice that a
         rank outside of the group makes another call. ``text`` must be the same on all ranks.
         """
-        if self.communicator.size == 1:
+        if self.runtime.communicator.size == 1:
             return
         # The communicator compares signature_text between the ranks. With reads_result, it does so
         # before the gathers, and not at a later call. The tensor is unused.
         call = CallDescription(
             "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
         )
-        unused = torch.zeros(1, device=self.communicator.device)
+        unused = torch.zeros(1, device=self.runtime.communicator.device)
         collective = Collective(Operation.ALL_REDUCE, unused, Reduce.MAX, call=call)
-        self.communicator.run(collective)
+        self.runtime.communicator.run(collective)
 
     def _gather_shards(
         self, mesh: Any, shards: list[_Shard], dst: int | None
@@ -244,7 +249,7 @@ class ShardGatherer:
             # holds for all of them.
             is_split = splits[0].dim is not None
             if is_split:
-                communicator = self.communicator_over(mesh.get_group(mesh_dim))
+                communicator = self.runtime.communicator_over(mesh.get_group(mesh_dim))
                 sections = _lay_out_sections(list(parts), splits)
                 parts = self._gather_parts(communicator, sections, root)
             if root is not None and coordinate[mesh_dim] != root:
@@ -282,7 +287,7 @@ class ShardGatherer:
         return (_join_parts(messages, section) for section in sections)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
+        return tensor.to(self.runtime.device)
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fabric.checkpoint.encoding import (
     to_json,
     unsupported,
 )
+from fabric.checkpoint.full_tensors import FullStateStrategy
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import rng_state, set_rng_state
 from fabric.tree import map_tensors
@@ -57,7 +58,7 @@ ModuleState = Callable[[nn.Module], State]  # see StateDicts.of_module()
 _MAX_NAMES = 12  # names that an error gives in full before it only counts the others
 
 
-class StateDictStrategy(Protocol):
+class StateDictStrategy(FullStateStrategy, Protocol):
     """The part of a parallel strategy that reads and restores state dicts."""
 
     def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> PlainState:
@@ -71,10 +72,6 @@ class StateDictStrategy(Protocol):
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: State) -> None:
         """Load a state dict, sharded or full, into an optimizer."""
-
-    def full_state(self, state: PlainState) -> PlainState:
-        """Return a state with full tensors in place of shards. May be collective."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import RandomStreams, WorkerSeeding
 
-__all__ = ["BatchSource", "DataParallelJob", "FabricDataLoader", "LoaderOptions"]
+__all__ = [
+    "BatchSource",
+    "DataParallelJob",
+    "FabricDataLoader",
+    "LoaderOptions",
+    "LoaderSession",
+]
 
 # The type of the batches. torch's DataLoader does not declare it.
 Batch_co = TypeVar("Batch_co", covariant=True, default=Any)
@@ -72,16 +78,38 @@ class LoaderOptions(TypedDict, total=False):
     uneven: Uneven
 
 
-def _do_nothing() -> None:
-    pass
+class LoaderSession(Protocol):
+    """The part of a job's session that a loader calls in its loops."""
+
+    def synchronize_rng(self) -> None:
+        """Give ranks that share a batch the same random streams. Collective among these ranks.
+
+        Called before each iteration.
+        """
+
+    def observe_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return an iterator over the same batches, which shows each batch to the observers.
+
+        Called at the start of each iteration. An observer may be a profile.
+        """
+        ...
+
+    def should_warn_of_repetitions(self) -> bool:
+        """Return whether to warn if a loop has counted samples twice. Called at its end."""
+        ...
 
 
-def _return_false() -> bool:
-    return False
+class _NoSession:
+    """A :class:`LoaderSession` that does nothing, for a loader outside of a job."""
 
+    def synchronize_rng(self) -> None:
+        pass
 
-def _return_unchanged(batches: Iterator[Any]) -> Iterator[Any]:
-    return batches
+    def observe_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    def should_warn_of_repetitions(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -100,12 +128,7 @@ class DataParallelJob:
         batch_numbers: numbers the batches of all loaders of the job; see :class:`ActiveLoop`.
         lockstep: ends loops on all ranks together.
         detector: records the start of each iteration. None if there are no other ranks.
-        synchronize_rng: gives ranks that share a batch the same random streams. Called before
-            each iteration. Collective among these ranks.
-        observe_batches: wraps the iterator of batches of each iteration, so that observers such as
-            a profile see each batch.
-        should_warn_of_repetitions: called at the end of a loop. Returns whether to warn if the loop
-            has counted samples twice.
+        session: the part of the job that the loops of the loader call.
     """
 
     rank: int = 0
@@ -115,9 +138,7 @@ class DataParallelJob:
     batch_numbers: Iterator[int] = field(default_factory=count)
     lockstep: Lockstep = field(default_factory=Lockstep)
     detector: UnevenInputDetector | None = None
-    synchronize_rng: Callable[[], None] = _do_nothing
-    observe_batches: Callable[[Iterator[Any]], Iterator[Any]] = _return_unchanged
-    should_warn_of_repetitions: Callable[[], bool] = _return_false
+    session: LoaderSession = field(default_factory=_NoSession)
 
 
 class _EpochTarget(NamedTuple):
@@ -304,7 +325,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         batches = self._look_ahead(batches, position, marks_last_batch)
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
-        batches = self._job.observe_batches(batches)
+        batches = self._job.session.observe_batches(batches)
         # The start of a loop has a number of its own, to compare it with batches of other loops.
         start_number = next(self._job.batch_numbers)
         loop = ActiveLoop(self._spec, position, batch_number=start_number)
@@ -340,7 +361,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         The detector of uneven inputs compares the number of batches between ranks.
         """
         # Ranks that share a batch get the same random streams. Collective among these ranks.
-        self._job.synchronize_rng()
+        self._job.session.synchronize_rng()
         if self._job.detector is None:
             return
         spec = self._spec
@@ -714,7 +735,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         if (
             self._has_warned_of_repetitions
             or repeated == 0
-            or not self._job.should_warn_of_repetitions()
+            or not self._job.session.should_warn_of_repetitions()
         ):
             return
         self._has_warned_of_repetitions = True

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from textwrap import shorten
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet, ref
 from zlib import crc32
 
@@ -35,7 +35,7 @@ from fabric.optim.loss_scaler import has_closure
 from fabric.store import JobStore
 from fabric.tree import parameters_of
 
-__all__ = ["SetupChecks", "TrainingChecks", "check_same_model"]
+__all__ = ["SetupChecks", "TrainingChecks", "TrainingSession", "check_same_model"]
 
 # The number of steps in which each optimizer is checked.
 _CHECKED_STEPS = 2
@@ -53,6 +53,28 @@ _MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
 _LOSSES = "its losses"
 
 Contracts = Collection[GradientContract]
+
+
+class TrainingSession(Protocol):
+    """The part of a job's session that the checks ask about the training."""
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise if the strategy cannot set up these optimizers."""
+
+    def open_micro_batch(self) -> tuple[int, int] | None:
+        """Return the number of the current micro-batch in its window, and the window's length.
+
+        Return None at the last micro-batch, and outside of windows of ``fabric.accumulate``.
+        """
+        ...
+
+    def pending_change(self, optimizer: Optimizer | None) -> str | None:
+        """Return why gradients are not complete before a step. None if they are.
+
+        An example is "multiplied by the loss scale". The argument None stands for parameters that
+        no set-up optimizer has.
+        """
+        ...
 
 
 class _Published(NamedTuple):
@@ -390,7 +412,7 @@ class TrainingChecks:
         contracts: the contracts of the set-up modules.
         store: the store in which ranks compare fingerprints.
         backward: the hooks around backward passes.
-        check_accumulation: raises if the optimizer may not step at the current micro-batch.
+        window_check: raises if the optimizer may not step at the current micro-batch.
     """
 
     def __init__(
@@ -401,14 +423,14 @@ class TrainingChecks:
         store: JobStore,
         *,
         backward: Hooks,
-        check_accumulation: Callable[[Optimizer], object],
+        window_check: "_WindowCheck",
     ) -> None:
         """Add the hooks around the steps of the optimizer and around backward passes."""
         self._optimizer = ref(optimizer)
         self._class_name = type(optimizer).__name__
         self._contracts = contracts
         self._rank = store.rank
-        self._check_accumulation = check_accumulation
+        self._window_check = window_check
         self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
         self._cleared_steps = _StepsWithClearedGradients()
         # The number of calls of step(), also of steps without gradients.
@@ -486,7 +508,7 @@ class TrainingChecks:
         is_first_step = self._step_calls == 1
         if is_first_step:
             self._check_values(trained_ids)
-        self._check_accumulation(optimizer)
+        self._window_check.check(optimizer)
         # A closure computes the gradients within the step, so they cannot be checked before it.
         if self._is_finished or has_closure(args, kwargs):
             return
@@ -673,19 +695,15 @@ class _WindowCheck:
 
     Args:
         optimizers: the set-up optimizers. Later ones are seen, too.
-        open_micro_batch: returns the number of the current micro-batch in its window, and the
-            length of the window. None at the last micro-batch, and outside of windows.
+        session: the session, which knows the current micro-batch.
         rank: the rank of this process, for the error.
     """
 
     def __init__(
-        self,
-        optimizers: Collection[Optimizer],
-        open_micro_batch: Callable[[], tuple[int, int] | None],
-        rank: int,
+        self, optimizers: Collection[Optimizer], session: TrainingSession, rank: int
     ) -> None:
         self._optimizers = optimizers
-        self._open_micro_batch = open_micro_batch
+        self._session = session
         self._rank = rank
         # The set-up optimizers that have stepped before the end of a window.
         self._stepped_too_early: WeakSet[Optimizer] = WeakSet()
@@ -698,7 +716,7 @@ class _WindowCheck:
         Args:
             optimizer: an optimizer, before its step.
         """
-        micro_batch = self._open_micro_batch()
+        micro_batch = self._session.open_micro_batch()
         has_gradient = bool(_ids_with_gradient(_trainable_parameters(optimizer)))
         if micro_batch is None or not has_gradient or optimizer not in self._optimizers:
             return
@@ -727,40 +745,33 @@ class SetupChecks:
     This object also starts the :class:`TrainingChecks` of each set-up optimizer.
 
     Args:
+        session: the session of the job.
         contracts: the contracts of the set-up modules. Later ones are seen, too.
         store: the store in which ranks compare fingerprints.
         backward: the hooks around backward passes.
         optimizers: the set-up optimizers. Later ones are seen, too.
         loaders: the set-up loaders. Later ones are seen, too.
-        check_setup: raises for optimizers that cannot be set up.
-        open_micro_batch: returns the number of the current micro-batch in its window of
-            ``fabric.accumulate``, and the length of the window. None at the last micro-batch, and
-            outside of windows.
-        pending_change: returns why the gradients of an optimizer are not complete before its step,
-            such as "multiplied by the loss scale". None if they are. See :class:`ClippingCheck`.
     """
 
     def __init__(
         self,
+        session: TrainingSession,
         contracts: Contracts,
         store: JobStore,
         backward: Hooks,
         *,
         optimizers: Collection[Optimizer],
         loaders: Collection[object],
-        check_setup: Callable[[Sequence[Optimizer]], object],
-        open_micro_batch: Callable[[], tuple[int, int] | None],
-        pending_change: Callable[[Optimizer], str | None],
     ) -> None:
         """Add the hooks around the steps of all optimizers and around backward passes."""
+        self._session = session
         self._contracts = contracts
         self._store = store
         self._backward = backward
         self._optimizers = optimizers
         self._loaders = loaders
-        self._check_setup = check_setup
-        self._window_check = _WindowCheck(optimizers, open_micro_batch, store.rank)
-        self._clipping_check = ClippingCheck(pending_change)
+        self._window_check = _WindowCheck(optimizers, session, store.rank)
+        self._clipping_check = ClippingCheck(session.pending_change)
         self._evaluation_mode_check = EvaluationModeCheck(contracts)
         # The number of calls of step() of all optimizers.
         self._step_calls = 0
@@ -797,7 +808,7 @@ class SetupChecks:
         Raises:
             FabricError: the optimizer cannot be set up with these parameters.
         """
-        self._check_setup([optimizer])
+        self._session.check_optimizers([optimizer])
         optimizer_ref = ref(optimizer)
 
         def watch_after_backward(*_: object) -> None:
@@ -839,7 +850,7 @@ class SetupChecks:
             self._contracts,
             self._store,
             backward=self._backward,
-            check_accumulation=self._window_check.check,
+            window_check=self._window_check,
         )
         self._all_hooks.callback(checks.close)
 
@@ -865,7 +876,7 @@ class SetupChecks:
             self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
             self.before_completion(optimizer)
         else:
-            self._check_setup([optimizer])  # raises if it could not be set up
+            self._session.check_optimizers([optimizer])  # raises if it could not be set up
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
