@@ -948,7 +948,7 @@ class Fabric:
     def is_wrapped(self, obj: Any) -> bool:
         """Return whether an object is a result of ``setup``, or an optimizer that was set up."""
         if isinstance(obj, Optimizer):
-            return self._session is not None and obj in self._session.optimizers
+            return self._session is not None and obj in self._session.objects.optimizers
         return self.unwrap(obj) is not obj
 
     @overload

@@ -488,7 +488,7 @@ class Fingerprint(SessionObserver):
         if not self._has_recorded_initial_state:
             self._has_recorded_initial_state = True
             self._record_random_states("random state at the start")
-            for optimizer in self._session.optimizers:
+            for optimizer in self._session.objects.optimizers:
                 self._record_optimizer_state("optimizer state at the start", optimizer)
         for model in self._models[self._num_recorded_models :]:
             # All ranks should begin with the same parameters.
@@ -558,7 +558,7 @@ class Fingerprint(SessionObserver):
         hooks. Some of the latter average, divide or unscale gradients. So :meth:`_before_step` is
         added as the last of the optimizer's own hooks. torch calls it in this step already.
         """
-        is_set_up = optimizer in self._session.optimizers
+        is_set_up = optimizer in self._session.objects.optimizers
         if is_set_up and optimizer not in self._hooked_optimizers:
             self._hooked_optimizers.add(optimizer)
             handle = optimizer.register_step_pre_hook(self._before_step)
@@ -658,7 +658,7 @@ class Fingerprint(SessionObserver):
     def _title_of(self, optimizer: Optimizer) -> str:
         """Return the class name of an optimizer, with a number if several are set up."""
         title = type(optimizer).__name__
-        optimizers = list(self._session.optimizers)
+        optimizers = list(self._session.objects.optimizers)
         if len(optimizers) > 1 and optimizer in optimizers:
             return f"{title} {optimizers.index(optimizer) + 1}"
         return title
