@@ -362,14 +362,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     _, world = detect(os.environ) or (None, World())
     title = f"rank {world.rank} of {world.world_size} on {socket.gethostname()}"
     with _report_part(f"{title}: import of torch", _IMPORT_SECONDS + seconds, _IMPORT_REMEDY):
-        # Imported here, after the report on the machine, which may explain why the import fails.
-        import torch
-
-        from fabric._fabric import Fabric
-
-        device_count = torch.accelerator.device_count()
-        # The first optimizer of a process imports torch._dynamo, which takes as long as torch.
-        torch.optim.SGD([torch.zeros(1)])
+        device_count = _import_torch()
     stages.end("import of torch")
     remedy = (
         "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, "
@@ -393,9 +386,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     with _report_part(f"{title}: process group", 2 * seconds, remedy):
         has_too_few_devices = device_count < world.world_size
         accelerator = "cpu" if is_new and has_too_few_devices else "auto"
-        # No watchdog: the part has its own time limit.
-        fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
-        fabric.launch()
+        fabric = _connect(accelerator, seconds)
     stages.end("process group")
     # Leaving the context of ``fabric`` tears the process group down.
     with fabric:
@@ -410,6 +401,35 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         for text in [*descriptions, summary, _describe_stages(seconds_of_ranks)]:
             print(_finding(text))
         sys.stdout.flush()
+
+
+def _import_torch() -> int:
+    """Import what a script imports before its first step, and return the number of devices.
+
+    The imports are here, after the report on the machine, which may explain why they fail.
+    """
+    import torch
+
+    from fabric._fabric import Fabric  # noqa: F401 - its time counts, too
+
+    # The first optimizer of a process imports torch._dynamo, which takes as long as torch.
+    torch.optim.SGD([torch.zeros(1)])
+    return torch.accelerator.device_count()
+
+
+def _connect(accelerator: str, seconds: float) -> "Fabric":
+    """Return a Fabric whose processes are connected. Collective.
+
+    Args:
+        accelerator: the kind of hardware.
+        seconds: how long the call and each collective may take.
+    """
+    from fabric._fabric import Fabric
+
+    # No watchdog: this part of the report has its own time limit.
+    fabric = Fabric(accelerator=accelerator, timeout=seconds, watchdog=0)
+    fabric.launch()
+    return fabric
 
 
 def _train_first_batch(fabric: "Fabric") -> None:
