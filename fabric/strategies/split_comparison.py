@@ -632,10 +632,7 @@ def _find_regions(
     """
     modules = dict(root.named_modules())
     layers = _find_split_layers(modules, whole_outputs)
-    not_regions = {*uncalled}
-    for path, module in modules.items():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # these are never called
-            not_regions.add(path)
+    not_regions = {*uncalled, *_paths_of_containers(modules)}
     colwise_by_path = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
     # Inner modules before outer modules.
     paths = sorted(colwise_by_path, key=_depth, reverse=True)
@@ -649,21 +646,15 @@ def _find_regions(
         if rowwise:
             layers_of_module = [*colwise_by_path[path], *rowwise]
             lines_by_path[path] = _lines_of_layers(layers_of_module, modules, lines)
-    # The regions, and the modules around them.
+    # The modules of the regions, and the modules around them.
     modules_with_regions: set[nn.Module] = set()
     for path in lines_by_path:
-        for outer_path in (path, *ancestors(path)):
-            modules_with_regions.add(modules[outer_path])
+        modules_with_regions.update(_modules_around(path, modules))
     regions: list[_Region] = []
     for path in lines_by_path:
+        is_left_out = not not_compared.isdisjoint(_modules_around(path, modules))
         region = _Region(path, modules[path], whole.get_submodule(path))
-        # All hooks of the copy from before the split are the user's.
-        has_user_hooks = any(map(user_hooks, region.whole.modules()))
-        modules_around = [modules[outer_path] for outer_path in (path, *ancestors(path))]
-        is_left_out = not not_compared.isdisjoint(modules_around)
-        fsdp_modules = _inner_fsdp_modules(region.module)
-        has_regions_in_fsdp_modules = not modules_with_regions.isdisjoint(fsdp_modules)
-        if is_left_out or has_user_hooks or has_regions_in_fsdp_modules:
+        if is_left_out or not _is_comparable(region, modules_with_regions):
             continue
         for layer in layers.rowwise:
             if path in ancestors(layer):
@@ -672,6 +663,38 @@ def _find_regions(
                 region.lines[name] = lines_by_path[path_of_rowwise[layer]]
         regions.append(region)
     return regions
+
+
+def _paths_of_containers(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of the modules that only contain others, and are never called."""
+    paths: list[str] = []
+    for path, module in modules.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            paths.append(path)
+    return paths
+
+
+def _modules_around(path: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the module at a path, and the modules around it.
+
+    Args:
+        path: the path of the module.
+        modules: the modules of the model by name.
+    """
+    return [modules[outer_path] for outer_path in (path, *ancestors(path))]
+
+
+def _is_comparable(region: _Region, modules_with_regions: set[nn.Module]) -> bool:
+    """Return whether a region has no hooks of the user, and no regions inside of FSDP modules.
+
+    Args:
+        region: the region.
+        modules_with_regions: the modules of all regions, and the modules around them.
+    """
+    # All hooks of the copy from before the split are the user's.
+    has_user_hooks = any(map(user_hooks, region.whole.modules()))
+    fsdp_modules = _inner_fsdp_modules(region.module)
+    return not has_user_hooks and modules_with_regions.isdisjoint(fsdp_modules)
 
 
 def _lines_of_layers(
