@@ -180,10 +180,7 @@ class Checkpoints:
         # opened the checkpoint yet.
         self._text_files = content.texts
         self._named_before_last_change: set[str] = set()
-        # The number of the last save. The name of each checkpoint begins with its number.
-        newest_name = max([*self._metrics_by_checkpoint, *self._unhealthy_reasons], default="0")
-        number_text, _, _ = newest_name.partition("-")
-        self._last_save_number = int(number_text)
+        self._last_save_number = _last_save_number(content)
         # Update the text files: a killed job may have left the names of older checkpoints.
         self._publish(communicator)
 
@@ -704,6 +701,16 @@ def _read_if_exists(path: Location) -> bytes | None:
 def _step_number(name: str) -> int:
     """Return the step of a checkpoint from its name, such as ``00000017-step-3000``."""
     return int(name.split("-")[2])
+
+
+def _last_save_number(content: _FolderContent) -> int:
+    """Return the number of the last save in a folder. 0 if there is none.
+
+    The name of each checkpoint begins with its number.
+    """
+    newest_name = max([*content.metrics, *content.unhealthy], default="0")
+    number_text, _, _ = newest_name.partition("-")
+    return int(number_text)
 
 
 # [Note: files of a run]
