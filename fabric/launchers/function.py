@@ -141,33 +141,9 @@ class ProcessLauncher(base.Launcher):
                 problem="the argument is not a function",
                 expected="launch(train, x), not launch(train(x))",
             )
-        call = Call(fn, args, kwargs)
-        start_process = self._start_process_function(call)
-        worlds = base.node_worlds(spec.num_processes)
         supervisor = Supervisor(is_rank=spec.runs_rank0_here)
-        # As a context, the supervisor installs handlers of signals. The call of rank 0 needs those
-        # of the user.
-        context = closing(supervisor) if spec.runs_rank0_here else supervisor
         try:
-            with context, closing(PrivateFile()) as argument_file:
-                payload = None  # a forked rank has the call in its memory
-                if self.name != "fork":
-                    # An argument that cannot be pickled raises here, before a process is started.
-                    payload = payload_of_call(call, argument_file.path)
-                # Only the supervisor's waits act on signals. One may have come during the pickling.
-                supervisor.raise_if_signaled()
-                if spec.runs_rank0_here:
-                    calling_rank = CallingRank(supervisor, worlds[0], spec.results)
-                    supervisor.start(start_process, worlds[1:], payload, spec.results)
-                    payload_here = payload or partial(partial, fn, *args, **kwargs)
-                    pickled_results = calling_rank.run(payload_here)
-                else:
-                    supervisor.start(start_process, worlds, payload, spec.results)
-                    pickled_results = supervisor.wait_for_ranks()
-                # Loaded here, since the tensors are in files that the supervisor removes. A rank
-                # that spec.results does not select has sent a pickled None.
-                results = [load(pickled_result) for pickled_result in pickled_results]
-                supervisor.raise_if_signaled()  # a signal may have come during the loading
+            results = self._run_ranks(supervisor, Call(fn, args, kwargs), spec)
         except KeyboardInterrupt:
             # The supervisor raises KeyboardInterrupt for every signal that ends a job. For a signal
             # other than SIGINT, _exit_by_signal() raises SystemExit instead.
@@ -182,6 +158,41 @@ class ProcessLauncher(base.Launcher):
         if spec.results == "first":
             return results[0]
         return None
+
+    def _run_ranks(self, supervisor: Supervisor, call: Call, spec: base.LaunchSpec) -> list[Any]:
+        """Run a call in all ranks, and return their results by rank.
+
+        The result of a rank that ``spec.results`` does not select is None.
+
+        Args:
+            supervisor: starts the ranks and waits for them. Closed at the end.
+            call: the call.
+            spec: what :meth:`launch` was asked for.
+        """
+        start_process = self._start_process_function(call)
+        worlds = base.node_worlds(spec.num_processes)
+        # As a context, the supervisor installs handlers of signals. The call of rank 0 needs those
+        # of the user.
+        context = closing(supervisor) if spec.runs_rank0_here else supervisor
+        with context, closing(PrivateFile()) as argument_file:
+            payload = None  # a forked rank has the call in its memory
+            if self.name != "fork":
+                # An argument that cannot be pickled raises here, before a process is started.
+                payload = payload_of_call(call, argument_file.path)
+            # Only the supervisor's waits act on signals. One may have come during the pickling.
+            supervisor.raise_if_signaled()
+            if spec.runs_rank0_here:
+                calling_rank = CallingRank(supervisor, worlds[0], spec.results)
+                supervisor.start(start_process, worlds[1:], payload, spec.results)
+                payload_here = payload or partial(partial, call.fn, *call.args, **call.kwargs)
+                pickled_results = calling_rank.run(payload_here)
+            else:
+                supervisor.start(start_process, worlds, payload, spec.results)
+                pickled_results = supervisor.wait_for_ranks()
+            # Loaded here, since the tensors are in files that the supervisor removes.
+            results = [load(pickled_result) for pickled_result in pickled_results]
+            supervisor.raise_if_signaled()  # a signal may have come during the loading
+        return results
 
     def _start_process_function(self, call: Call) -> StartProcess:
         """Return the function that starts the process of one rank by this launcher's start method.
