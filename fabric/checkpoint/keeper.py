@@ -269,19 +269,16 @@ class Checkpoints:
             # Rank 0 decides on the name and the metrics.
             step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
             self._warn_if_never_best(request, step_on_first.metrics)
-
-            def check_before_save() -> None:
-                """Raise unless a save is allowed now, and all ranks save the same step."""
-                coordinator.check_before_save()
-                self._check_same_on_ranks(request, step_here, step_on_first)
-
-            # A coordinator for this save alone. It calls check_before_save() on each rank before it
-            # reads the state.
-            saving_coordinator = replace(
-                coordinator,
-                check_before_save=check_before_save,
-                finds_bad_tensors=self._sets_unhealthy_apart,
+            run_on_all_ranks(
+                self._communicator,
+                request,
+                self._check_same_on_ranks,
+                request,
+                step_here,
+                step_on_first,
             )
+            # A coordinator for this save alone.
+            saving_coordinator = replace(coordinator, finds_bad_tensors=self._sets_unhealthy_apart)
             self._last_save_number += 1
             name = f"{self._last_save_number:08}-step-{step_on_first.number}"
             snapshot = saving_coordinator.take_snapshot(self._path / name, state)
