@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo proof test test-slow soak mutants test-engines test-versions wheel bench docs lint format types clean
+.PHONY: help install demo proof test test-slow soak mutants test-engines test-transformers test-versions wheel bench docs lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,6 +53,17 @@ mutants: .venv/installed ## change one line at a time, and count what the tests 
 
 test-engines: .venv/installed ## jobs on real SLURM, MPI, Ray and two hosts, and real loggers; ENGINES="mpi" takes some
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
+
+# The folder comes before .venv, also in the processes that tests start.
+build/transformers4/installed: tests/transformers4.txt .venv/installed
+	rm -rf build/transformers4
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --target build/transformers4 -r $<
+	touch $@
+
+test-transformers: build/transformers4/installed ## the tests with models of Hugging Face, with transformers 4.57, in two minutes
+	PYTHONPATH=$(CURDIR)/build/transformers4 $(BIN)/python -m pytest -m "not gpu and not engines" -n 2 --dist loadfile \
+	  -p no:hydra_pytest tests/test_transformers.py tests/test_finetune.py \
+	  "tests/test_docs.py::test_the_blocks_of_a_page_run[docs/how-to/hugging-face.md]"
 
 # The environments stay in the folder, for the next time. VERSIONS="newest 3.12-2.14" takes some of them.
 FOLDER ?= build/versions

@@ -30,6 +30,8 @@ from tests.ranks import outcome, run_in_ranks
 pytestmark = [
     # PEFT reads it of every model of transformers.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    # PEFT 0.18 says this of a base model that comes from no folder.
+    pytest.mark.filterwarnings("ignore:Could not find a config file in  - will assume:UserWarning"),
 ]
 
 CONFIG = LlamaConfig(
