@@ -58,7 +58,8 @@ _REMEDIES_OF_OUTPUTS = (
 )
 _REMEDIES_OF_GRADIENTS = (
     'the line "replicated_with_grad_allreduce" for a layer whose input is this rank\'s heads, such '
-    "as a norm; a layer whose input is whole goes behind the rowwise layer"
+    'as a norm; the line "mla_kv_a_proj" for a projection to latent keys and values; a layer whose '
+    "input is whole goes behind the rowwise layer"
 )
 
 

@@ -556,6 +556,12 @@ def _head_attributes(module: nn.Module) -> list[str]:
     return names
 
 
+def _has_heads(module: nn.Module) -> bool:
+    """Return whether a module has an attribute with the number or the width of its heads."""
+    has_width = not vars(module).keys().isdisjoint(_HEAD_WIDTH_ATTRIBUTES)
+    return has_width or bool(_head_attributes(module))
+
+
 def _styles_by_pattern(root: nn.Module, plan: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """Return the style for each pattern of a plan.
 
@@ -733,17 +739,16 @@ def _fused_layer_problems(root: nn.Module, layers: Mapping[nn.Module, Any]) -> I
 
     The output of such a layer cannot be split into parts of columns: one rank would get the gate
     and another one the values. The layer has more outputs than the rowwise layers in the same
-    module have inputs.
+    module have inputs. In an attention, this proves nothing: each head may have more outputs than
+    values, such as latent keys beside the values, or a gate. If the columns of a head are not
+    neighbors, the comparison in the first forward pass finds it.
 
     Args:
         root: the model.
         layers: the layers to split, each with its style.
     """
     for path, module in root.named_modules():
-        styles_of_children = [layers.get(child) for child in module.children()]
-        has_latents = any(isinstance(style, LatentStyle) for style in styles_of_children)
-        if has_latents:
-            # In attention with latents, a colwise layer may have more outputs without a gate.
+        if _has_heads(module):
             continue
         colwise_layers: dict[str, nn.Linear] = {}
         rowwise_layers: list[nn.Linear] = []
