@@ -1413,7 +1413,8 @@ class Fabric:
         Raises:
             UsageError: no loop over the loader is active; fabric does not shard its data; or loops
                 take turns, as in ``zip(first, second)``, and ``loader`` is not given.
-            ConfigurationError: a tensor has no entry for each sample of the batch.
+            ConfigurationError: a tensor has no entry for each sample of the batch; or there is a
+                list of strings, which are not gathered.
         """
         session = self._ensure_session("gather_for_metrics")
         # The group has only ranks that read different batches, so that each sample counts once.

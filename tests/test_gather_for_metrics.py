@@ -355,6 +355,7 @@ def gather_without_samples(fabric: Fabric) -> dict[str, str]:
     for batch in setup_numbers(fabric):
         errors["a number"] = gather({"n": 3})
         errors["a mean"] = gather(batch.mean())
+        errors["strings"] = gather({"x": batch, "names": [f"sample {number}" for number in batch]})
     errors["after the loop"] = gather(torch.ones(1))
     plain_loader = DataLoader(torch.arange(3))
     unsharded = fabric.setup_dataloaders(plain_loader, use_distributed_sampler=False)
@@ -368,6 +369,7 @@ def test_values_that_do_not_belong_to_samples_of_a_loop_are_refused(size: int) -
     for errors in run_in_ranks(gather_without_samples, ranks=size):
         assert re.search(r"ConfigurationError(.|\n)*\['n'\].*\n.*number 3", errors["a number"])
         assert re.search(r"ConfigurationError(.|\n)*which sample is what\?.*\(\)", errors["a mean"])
+        assert re.search(r"ConfigurationError(.|\n)*\['names'\]\[0\]", errors["strings"])
         assert "UsageError" in errors["after the loop"]
         assert "no loop over a set-up loader is active" in errors["after the loop"]
         if size > 1:

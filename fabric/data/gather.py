@@ -1,5 +1,6 @@
 """The results of all ranks for the batch of a step, in the order of the samples."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Number
@@ -20,6 +21,8 @@ from fabric.tree import flatten, leaf_paths, unflatten
 __all__ = ["gather_batch"]
 
 _CALL_TEXT = "fabric.gather_for_metrics(...)"
+# The end of the path to an item of a list.
+_ITEM_OF_LIST = re.compile(r"\[\d+\]$")
 
 
 class _BatchSize(NamedTuple):
@@ -355,10 +358,11 @@ def _check_repetitions_are_known(spec: LoaderSpec) -> None:
 
 
 def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
-    """Raise a ConfigurationError for a tensor or number that cannot be assigned to samples.
+    """Raise a ConfigurationError for a tensor, number or string that would not be gathered right.
 
     A tensor needs a row for each sample of the batch, unless the batch is one sample. A number
-    belongs to no sample. Other leaves, such as strings, are not gathered and pass.
+    belongs to no sample. A string in a list belongs to a sample, but only tensors are gathered.
+    Other leaves, such as a single string, are not gathered and pass.
 
     Args:
         path: the path to the leaf, as in code. Empty if the collection is one leaf.
@@ -376,6 +380,15 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
         description = f"its shape is {tuple(leaf.shape)}"
     elif isinstance(leaf, Number):
         description = f"it is the number {leaf!r}"
+    elif isinstance(leaf, str) and _ITEM_OF_LIST.search(path):
+        raise ConfigurationError(
+            f"gather_for_metrics(...) of {path}",
+            problem=f"strings are not gathered: {leaf!r} is of this process's batch, and the "
+            "result would have no strings of the other processes",
+            expected="tensors of shape (n, ...), one entry for each sample of this batch",
+            suggestion="gather token ids or the indices of the samples, as a tensor, and make the "
+            "strings from the result",
+        )
     else:
         return
     leaf_name = path or "the tensor"
