@@ -241,6 +241,34 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
     return remove
 
 
+def call_without_function(
+    operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Any:
+    """Call an ATen operator on DTensors as torch does, without its function.
+
+    The function is one of :func:`handle_dtensor_operators`, which may call this. It is set again
+    when the call ends. Seen to work in torch 2.13, 2.14 and 2.15.
+    """
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    function = handlers.pop(operator, None)  # None if another thread is in this call
+    try:
+        return operator(*args, **(kwargs or {}))
+    finally:
+        if function is not None:
+            handlers.setdefault(operator, function)
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a view was made from. None if the tensor is not a view.
+
+    ``Tensor._base`` is private. Autograd keeps it also for tensors that need no gradient. Seen to
+    work in torch 2.13, 2.14 and 2.15.
+    """
+    return tensor._base
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set how long collectives of an existing process group may wait.
 

@@ -286,6 +286,73 @@ def test_a_number_of_one_shard_is_not_read_as_if_it_were_that_of_the_tensor() ->
         assert_equals_plain(parameters)
 
 
+def change_rows(fabric: Fabric) -> dict[str, str]:
+    module = Tower()
+    model = fabric.setup(module)
+    weight = model.head.weight
+
+    def assign_product() -> None:
+        weight.grad[:2] *= 2
+
+    loss = model(X).sum()
+    fabric.backward(loss)
+    before = full_tensor(weight.detach()).clone()
+    with torch.no_grad():
+        texts = {
+            "zero_": outcome(lambda: weight[0].zero_()),
+            "mul_": outcome(lambda: weight.grad[1:].mul_(2)),
+            "fill_": outcome(lambda: weight.data[1, 2].fill_(5.0)),
+            "copy_": outcome(assign_product),
+            "normal_": outcome(lambda: nn.init.normal_(weight[2:])),
+        }
+        # Whole columns, whole tensors and copies of rows may change.
+        weight[:, 1].mul_(2)
+        weight.mul_(2)
+        weight[0].clone().zero_()
+    expected = 2 * before
+    expected[:, 1] *= 2
+    torch.testing.assert_close(full_tensor(weight.detach()), expected)
+    return texts
+
+
+def test_a_change_of_rows_of_a_sharded_tensor_is_not_lost_without_a_word() -> None:
+    for texts in run_sharded(change_rows):
+        for operator, text in texts.items():
+            assert "would be lost" in text
+            if operator != "copy_":
+                assert text.startswith(f"UsageError: {operator}(...) of a part of a sharded tensor")
+
+
+def train_without_first_rows(fabric: Fabric) -> Tensors:
+    """Set a row of a weight, and train the other rows, as the error suggests."""
+    plain = Tower()
+    module = copy.deepcopy(plain)
+    mask = torch.tensor([[0.0], [1.0], [1.0]])
+    module.head.weight.register_hook(lambda grad: grad * mask)
+    model = fabric.setup(module)
+    weights = fabric.broadcast(fabric.get_state_dict(model))
+    weights["head.weight"][0] = 5.0
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        plain.head.weight[0] = 5.0
+    loss = model(X).sum()
+    fabric.backward(loss)
+    plain(X).sum().backward()
+    assert plain.head.weight.grad is not None
+    plain.head.weight.grad[0] = 0.0
+    gradients = gradients_of(model, plain)
+    parameters = parameters_of(model, plain)
+    return Tensors(
+        gradients.sharded + parameters.sharded,
+        gradients.plain + parameters.plain,
+    )
+
+
+def test_rows_change_and_stay_as_the_error_suggests() -> None:
+    for tensors in run_sharded(train_without_first_rows):
+        assert_equals_plain(tensors)
+
+
 class Draws(NamedTuple):
     """The parameters of a sharded and a plain model, and a number that each draws afterwards."""
 

@@ -1,13 +1,20 @@
 """Operators of torch that give another result for shards than for the whole tensor."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fabric._torch import full_tensor, handle_dtensor_operators, local_tensor
+from fabric._torch import (
+    base_of_view,
+    call_without_function,
+    full_tensor,
+    handle_dtensor_operators,
+    local_tensor,
+)
 from fabric.errors import UsageError
 
 __all__ = ["handle_operators"]
@@ -41,11 +48,40 @@ _RANDOM_FUNCTIONS_WITH_OUT = {
     torch.ops.aten.multinomial.out: torch.ops.aten.multinomial.default,
 }
 _RRELU = torch.ops.aten.rrelu_with_noise.default
+# These return a part of a tensor, which is a view of a plain tensor.
+_PARTS = (
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.diagonal.default,
+)
+# These change a tensor in place. The list has what programs do to rows of a parameter or gradient.
+_CHANGES = (
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.add_.Scalar,
+    torch.ops.aten.sub_.Tensor,
+    torch.ops.aten.sub_.Scalar,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.mul_.Scalar,
+    torch.ops.aten.div_.Tensor,
+    torch.ops.aten.div_.Scalar,
+    torch.ops.aten.lerp_.Scalar,
+    torch.ops.aten.clamp_.default,
+    torch.ops.aten.clamp_min_.default,
+    torch.ops.aten.clamp_max_.default,
+    torch.ops.aten.masked_fill_.Scalar,
+    torch.ops.aten.neg_.default,
+)
 
 
 # [Note: Operators on shards]
-# torch runs most operators on DTensors as on plain tensors. For these two kinds of operators it
-# uses the shard of this rank alone, without a word:
+# torch runs most operators on DTensors as on plain tensors. For the first two kinds of these
+# operators it uses the shard of this rank alone, without a word:
 #
 # - A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
 #   reduced yet. `float(x)`, `x.item()` and a condition read the value of this rank. The read is an
@@ -55,6 +91,9 @@ _RRELU = torch.ops.aten.rrelu_with_noise.default
 #   rank draws the numbers of the whole tensor, and keeps those of its shard. If the numbers depend
 #   on the values of the tensor, as in `torch.bernoulli(x)`, the ranks gather the tensor first. For
 #   the other operators that draw numbers, torch raises an error.
+# - Rows of a sharded tensor, such as `x[0]` or `x[2:4]`, are a copy that the ranks have gathered.
+#   `x[0].zero_()` would change the copy alone, and is an error. In-place operators are not watched
+#   before a program has made such a copy.
 #
 # The functions of this file stand in for these operators while sharded models are set up.
 def handle_operators(rank: int) -> Callable[[], None]:
@@ -68,13 +107,16 @@ def handle_operators(rank: int) -> Callable[[], None]:
     Returns:
         A function that ends the replacement.
     """
+    cleanup = ExitStack()
     functions: dict[Any, Callable[..., Any]] = {_READ_NUMBER: partial(_read_number, rank)}
-    functions.update(dict.fromkeys(_RANDOM_FILLS, _fill_whole))
+    functions.update(dict.fromkeys(_PARTS, partial(_take_part, rank, cleanup)))
+    functions.update(dict.fromkeys(_RANDOM_FILLS, partial(_fill_whole, rank)))
     functions.update(dict.fromkeys(_RANDOM_TENSORS, _draw_whole))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS_WITH_OUT, _draw_into))
     functions[_RRELU] = _multiply_with_noise
-    return handle_dtensor_operators(functions)
+    cleanup.callback(handle_dtensor_operators(functions))
+    return cleanup.close
 
 
 def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -100,13 +142,72 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
     return operator(local_tensor(dtensor))
 
 
-def _fill_whole(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _take_part(
+    rank: int, cleanup: ExitStack, operator: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Return a part of a DTensor, and watch changes in place from the first copy of a part on.
+
+    To watch them costs time in each operator that changes a DTensor in place, and most programs
+    never make a copy.
+    """
+    part = call_without_function(operator, args, kwargs)
+    parts = part
+    if isinstance(part, Tensor):
+        parts = [part]
+    for tensor in parts:
+        if _was_gathered(tensor, args[0]):
+            functions = dict.fromkeys(_CHANGES, partial(_change, rank))
+            cleanup.callback(handle_dtensor_operators(functions))
+            break
+    return part
+
+
+def _change(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Change a DTensor in place, unless it is a copy of a part of another DTensor."""
+    _refuse_lost_change(rank, operator, args[0])
+    return call_without_function(operator, args, kwargs)
+
+
+def _refuse_lost_change(rank: int, operator: Any, dtensor: Any) -> None:
+    """Raise if a DTensor is a copy of a part of another DTensor, which is about to be changed.
+
+    Raises:
+        UsageError: the change would be lost.
+    """
+    whole = base_of_view(dtensor)
+    if whole is None or not _was_gathered(dtensor, whole):
+        return
+    raise UsageError(
+        f"{operator.overloadpacket.__name__}(...) of a part of a sharded tensor on rank {rank}",
+        problem=f"this part, of shape {tuple(dtensor.shape)}, is a copy that the ranks have "
+        f"gathered from a tensor of shape {tuple(whole.shape)}, and the change would be lost",
+        expected="changes of whole parameters and gradients, such as weight.mul_(2)",
+        suggestion="weights = fabric.broadcast(fabric.get_state_dict(model)), a change of a tensor "
+        "in it, and model.load_state_dict(weights), for parameters; "
+        "weight.register_hook(lambda grad: grad * mask) before fabric.setup(...), for gradients",
+    )
+
+
+def _was_gathered(part: Any, whole: Any) -> bool:
+    """Return whether a part of a DTensor was gathered from the ranks that hold the DTensor."""
+    for mesh_dim, (before, after) in enumerate(zip(whole.placements, part.placements, strict=True)):
+        is_split = before.is_shard() and whole.device_mesh.size(mesh_dim) > 1
+        if is_split and not after.is_shard():
+            return True
+    return False
+
+
+def _fill_whole(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Fill a DTensor in place, for operators such as ``uniform_``, and return the DTensor.
 
     Each rank draws the numbers of the whole tensor, and keeps those of its shard. Collective if
     some ranks hold replicas of one shard, see :func:`_shard`.
+
+    Raises:
+        UsageError: the DTensor is a copy of a part of another DTensor.
     """
     dtensor, *other_args = args
+    _refuse_lost_change(rank, operator, dtensor)
     whole = _empty_whole(dtensor)
     operator(whole, *other_args, **(kwargs or {}))
     local_tensor(dtensor).copy_(local_tensor(_shard(whole, dtensor)))
