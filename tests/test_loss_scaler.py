@@ -191,6 +191,53 @@ def test_one_growth_for_two_optimizers_that_share_a_backward():
         assert have_equal_parameters(model, reference)
 
 
+def step_with_shared_parameters(
+    model: nn.Module, scaler: LossScaler | None, overflow_at: tuple[int, ...] = ()
+) -> None:
+    """Step three optimizers of one model. The first and the last share parameters with the second.
+
+    Without a scaler, the loop leaves out the batches that overflow.
+    """
+    parameters = list(model.parameters())
+    groups = (parameters[:2], parameters[1:], parameters[3:])
+    optimizers = [torch.optim.SGD(group, lr=0.05) for group in groups]
+    if scaler is not None:
+        for optimizer in optimizers:
+            scaler.register(optimizer)
+    for step, batch in enumerate(batches(6, overflow_at)):
+        if scaler is None and step in overflow_at:
+            continue
+        loss = loss_of(model, batch)
+        if scaler is not None:
+            loss = scaler.scale_loss(loss)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("overflow_at", [(), (2,)])
+def test_gradients_of_optimizers_that_share_parameters_are_unscaled_once(overflow_at):
+    (model, _), (plain_model, _) = twins()
+    step_with_shared_parameters(model, make_scaler(), overflow_at)
+    step_with_shared_parameters(plain_model, None, overflow_at)
+    assert have_equal_parameters(model, plain_model)
+
+
+def test_kept_gradients_of_optimizers_that_share_parameters_are_scaled_once():
+    (model, first), (plain_model, plain_optimizer) = twins(torch.optim.SGD)
+    second = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = make_scaler(first, second)
+    for batch in batches(2):
+        loss = loss_of(model, batch)
+        scaler.scale_loss(loss).backward()
+        scaler.unscale(first)
+        loss_of(plain_model, batch).backward()
+    second.step()
+    plain_optimizer.step()
+    assert have_equal_parameters(model, plain_model)
+
+
 def test_scale_waits_while_another_optimizer_still_accumulates():
     (first, stepping), (second, accumulating) = twins(torch.optim.SGD)
     scaler = make_scaler(stepping, accumulating, growth_interval=1)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric._torch import in_place_version, local_tensor
+from fabric.tree import parameters_of
 
 __all__ = [
     "cleared_empty_gradients",
@@ -21,28 +22,34 @@ __all__ = [
 ]
 
 
-def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return this rank's gradients of an optimizer as dense tensors.
+def local_gradients(*optimizers: Optimizer) -> list[list[Tensor]]:
+    """Return this rank's gradients of optimizers as dense tensors, each gradient once.
 
     The tensors share the memory of the gradients, so that changes in place change the gradients.
     For a sharded gradient, the tensor is this rank's shard. For a sparse gradient, the tensor holds
     the values, and the parameter's gradient is replaced by its coalesced form.
 
+    Args:
+        optimizers: the optimizers, which may share parameters.
+
     Returns:
         One list for each device and dtype. No list is empty.
     """
+    parameters: dict[Tensor, None] = {}
+    for optimizer in optimizers:
+        parameters.update(dict.fromkeys(parameters_of(optimizer)))
     grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                # Adds up the values of a repeated index. Callers look for overflows, and the sum
-                # may overflow although the values do not.
-                parameter.grad = grad.coalesce()
-                grad = parameter.grad._values()
-            grads[grad.device, grad.dtype].append(local_tensor(grad))
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            # Adds up the values of a repeated index. Callers look for overflows, and the sum may
+            # overflow although the values do not.
+            grad = grad.coalesce()
+            parameter.grad = grad
+            grad = grad._values()
+        grads[grad.device, grad.dtype].append(local_tensor(grad))
     return list(grads.values())
 
 

@@ -14,6 +14,7 @@ from fabric._torch import backoff_or_grow, foreach_multiply, unscale_and_check
 from fabric.errors import ConfigurationError, UsageError
 from fabric.optim.gradients import has_gradients, local_gradients
 from fabric.precision import LossScale
+from fabric.tree import parameters_of
 
 __all__ = ["LossScaler", "has_closure"]
 
@@ -46,7 +47,8 @@ class _OptimizerState:
 # gradients that were neither used in a step nor cleared. So the scale never changes during
 # accumulation, or between the steps of two optimizers that share a backward pass. Gradients that
 # were unscaled and are kept for another backward pass are scaled again before this pass. Scaling
-# and unscaling are exact, since scales are powers of two.
+# and unscaling are exact, since scales are powers of two. The gradients of optimizers that share
+# parameters are unscaled together, so that no gradient is unscaled twice.
 class LossScaler:
     """Dynamic loss scaling for any number of optimizers that may share backward passes.
 
@@ -122,14 +124,13 @@ class LossScaler:
         if has_unscaled and not self._any_optimizer_holds_scaled_gradients():
             self._update_scale(found_inf)
             self._found_inf_since_update = None
-        for optimizer, state in self._states.items():
-            if state.is_scaled:
-                continue
-            # The optimizer may hold unscaled gradients. They are scaled again, since this pass adds
-            # scaled gradients to them.
-            for grads in local_gradients(optimizer):  # each list has one device
-                foreach_multiply(grads, self._scale.to(grads[0].device))
-            state.is_scaled = True
+        unscaled = [optimizer for optimizer, state in self._states.items() if not state.is_scaled]
+        # The optimizers may hold unscaled gradients. They are scaled again, since this pass adds
+        # scaled gradients to them.
+        for grads in local_gradients(*unscaled):  # each list has one device
+            foreach_multiply(grads, self._scale.to(grads[0].device))
+        for optimizer in unscaled:
+            self._states[optimizer].is_scaled = True
         self._has_scaled_a_loss = True
         if loss.dtype is torch.float16:
             loss = loss.float()
@@ -172,8 +173,9 @@ class LossScaler:
         if not state.is_scaled:
             # The gradients were unscaled before, as by clip_gradients.
             return bool(state.found_inf)
+        optimizers = self._optimizers_that_share(optimizer)
         # Each list has one device and one dtype.
-        grads_by_kind = local_gradients(optimizer)
+        grads_by_kind = local_gradients(*optimizers)
         for grads in grads_by_kind:
             if grads[0].dtype is torch.float16:
                 raise ConfigurationError(
@@ -187,14 +189,28 @@ class LossScaler:
         # without a message.
         if self.gradients_may_differ and self._max_over_ranks is not None:
             found_inf = self._max_over_ranks(found_inf)
-        state.found_inf = found_inf
-        state.is_scaled = False
+        for unscaled_optimizer in optimizers:
+            self._states[unscaled_optimizer].found_inf = found_inf
+            self._states[unscaled_optimizer].is_scaled = False
         # The next update of the scale counts the overflows of all optimizers.
         found_inf_before = self._found_inf_since_update
         if found_inf_before is not None:
             found_inf = torch.maximum(found_inf_before, found_inf)
         self._found_inf_since_update = found_inf
         return bool(state.found_inf)
+
+    def _optimizers_that_share(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Return an optimizer and those that share parameters with it, or with one of these."""
+        optimizers = [optimizer]
+        if len(self._states) == 1:
+            return optimizers
+        for member in optimizers:  # the list grows in the loop
+            parameter_ids = set(map(id, parameters_of(member)))
+            for other in self._states:
+                shares = not parameter_ids.isdisjoint(map(id, parameters_of(other)))
+                if shares and other not in optimizers:
+                    optimizers.append(other)
+        return optimizers
 
     def _unscale_and_find_inf(self, grads_by_kind: Sequence[list[Tensor]]) -> Tensor:
         """Unscale gradients in place, and find out whether they overflowed on this rank.
