@@ -412,6 +412,21 @@ def test_clipping_by_torch_before_gradients_are_complete_is_refused(
         assert set(right) == {"fine"}
 
 
+def test_an_overflow_is_not_taken_for_clipping_that_was_left_out() -> None:
+    clips_by_torch = False
+    with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+        model, optimizer = set_up_net(fabric)
+        loss = model(torch.full((2, 4), math.nan)).mean()
+        fabric.backward(loss)
+        if clips_by_torch:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with warnings.catch_warnings():
+            # The check of reads does not know that the branch is not taken.
+            warnings.filterwarnings("ignore", ".*reads gradients of SGD")
+            optimizer.step()
+        assert fabric.step_was_skipped(optimizer)
+
+
 def test_clipping_by_torch_of_complete_gradients_is_right() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         clip_norm_by_torch(fabric, is_weighted=False)

@@ -1,5 +1,6 @@
 """A check that users clip and read the gradients that a step uses."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
@@ -118,6 +119,10 @@ def _gradient_norms(optimizer: Optimizer) -> list[float]:
     """Return the norms of an optimizer's gradients on this rank, one for each device and dtype.
 
     The versions of the tensors would not show all changes: torch does not count a change of several
-    DTensors in one call.
+    DTensors in one call. NaN, which is not equal to itself, is returned as -1.
     """
-    return [nn.utils.get_total_norm(grads).item() for grads in local_gradients(optimizer)]
+    norms: list[float] = []
+    for grads in local_gradients(optimizer):
+        norm = nn.utils.get_total_norm(grads).nan_to_num(nan=-1.0, posinf=math.inf)
+        norms.append(norm.item())
+    return norms
