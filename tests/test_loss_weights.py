@@ -931,3 +931,55 @@ def test_gradients_that_are_cleared_through_data_leave_no_weight(
     backward(fabric, model, 6.0, 2)
     backward(fabric, model, 2.0, 2)
     assert take_step(model, optimizer) == 2.0
+
+
+# -- optimizers that are set up late ---------------------------------------------------------------
+
+
+def set_up_between_backward_and_step(
+    fabric: Fabric, weight: int | None, clears: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Train the last layer, and all layers after a second optimizer is set up.
+
+    Returns:
+        The parameters, and those of a plain loop in which the second optimizer takes no part in the
+        step that it is set up in.
+    """
+    plain = make_model(torch.float32)
+    module = make_model(torch.float32)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module[4].parameters(), lr=0.1))
+    optimizers = [optimizer]
+    plain_optimizers = [torch.optim.SGD(plain[4].parameters(), lr=0.1)]
+    for number in range(3):
+        batch = torch.full((2, 3), 0.5 + number)
+        if weight is None:
+            fabric.backward(0.1 * model(batch).mean())
+        else:
+            fabric.backward(0.1 * model(batch).sum(), weight=weight)
+        plain_loss = 0.1 * plain(batch).mean()
+        plain_loss.backward()
+        if number == 1:
+            late = torch.optim.SGD(module[:4].parameters(), lr=0.1)
+            if clears:
+                late.zero_grad()
+            optimizers.append(fabric.setup_optimizers(late))
+            plain_optimizers.append(torch.optim.SGD(plain[:4].parameters(), lr=0.1))
+            plain_optimizers[1].zero_grad()
+        for stepping in (*optimizers, *plain_optimizers):
+            stepping.step()
+        model.zero_grad()
+        plain.zero_grad()
+    return list(module.parameters()), list(plain.parameters())
+
+
+@pytest.mark.parametrize(("precision", "weight"), [("32-true", 2), ("16-mixed", None)])
+def test_an_optimizer_that_is_set_up_between_backward_and_step_does_not_step_by_other_gradients(
+    precision: str, weight: int | None
+) -> None:
+    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        with pytest.raises(UsageError, match="its parameters have gradients from before") as caught:
+            set_up_between_backward_and_step(fabric, weight, clears=False)
+        assert "optimizer.zero_grad() before this setup" in str(caught.value)
+    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        parameters, expected = set_up_between_backward_and_step(fabric, weight, clears=True)
+        torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-3)

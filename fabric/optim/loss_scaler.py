@@ -112,6 +112,11 @@ class LossScaler:
         """Remove the hooks, so that optimizers step as if they had never been registered."""
         self._hooks.close()
 
+    @property
+    def has_scaled_a_loss(self) -> bool:
+        """Whether a loss was ever multiplied by the scale."""
+        return self._has_scaled_a_loss
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the scale. Called at the start of each backward pass.
 

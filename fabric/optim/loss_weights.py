@@ -296,6 +296,11 @@ class LossWeights:
         state = self._states.get(optimizer)
         return state is not None and state.window not in (None, _Mark.DIVIDED)
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an optimizer has had weighted losses since its last step."""
+        return any(state.window is not None for state in self._states.values())
+
     def state_dict(self) -> list[float | None]:
         """Return the divisor of the next window of each set-up optimizer, in order.
 
