@@ -353,6 +353,43 @@ def test_rows_change_and_stay_as_the_error_suggests() -> None:
         assert_equals_plain(tensors)
 
 
+# Their means are those over the whole tensor, of whose rows two ranks have different numbers.
+MEAN_LOSSES = {
+    "mse_loss": nn.functional.mse_loss,
+    "smooth_l1_loss": partial(nn.functional.smooth_l1_loss, beta=0.1),
+    "huber_loss": partial(nn.functional.huber_loss, delta=0.1),
+    "soft_margin_loss": nn.functional.soft_margin_loss,
+    "binary_cross_entropy_with_logits": nn.functional.binary_cross_entropy_with_logits,
+    "sum": partial(nn.functional.mse_loss, reduction="sum"),
+}
+
+
+def value_and_gradient(loss_function: Callable[..., Tensor], weight: Any) -> tuple[Tensor, Tensor]:
+    """Return a loss of a weight, which is sharded or not, and its gradient."""
+    weight.grad = None
+    target = torch.sigmoid(weight.detach() * 3)
+    loss = loss_function(weight, target)
+    loss.backward()
+    return full_tensor(loss.detach()), full_tensor(weight.grad)
+
+
+def losses_of_weights(fabric: Fabric) -> dict[str, Tensors]:
+    plain = Tower()
+    model = fabric.setup(copy.deepcopy(plain))
+    losses: dict[str, Tensors] = {}
+    for name, loss_function in MEAN_LOSSES.items():
+        sharded = value_and_gradient(loss_function, model.head.weight)
+        expected = value_and_gradient(loss_function, plain.head.weight)
+        losses[name] = Tensors(list(sharded), list(expected))
+    return losses
+
+
+def test_mean_losses_of_sharded_weights_have_the_gradients_of_one_process() -> None:
+    for losses in run_sharded(losses_of_weights):
+        for tensors in losses.values():
+            assert_equals_plain(tensors)
+
+
 class Draws(NamedTuple):
     """The parameters of a sharded and a plain model, and a number that each draws afterwards."""
 

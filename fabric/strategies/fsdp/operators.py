@@ -78,9 +78,31 @@ _CHANGES = (
     torch.ops.aten.neg_.default,
 )
 
+# These reduce losses to their mean, by default. The number is the position of their argument
+# ``reduction``, after which optional arguments follow.
+_LOSSES = {
+    torch.ops.aten.mse_loss.default: 2,
+    torch.ops.aten.smooth_l1_loss.default: 2,
+    torch.ops.aten.huber_loss.default: 2,
+    torch.ops.aten.soft_margin_loss.default: 2,
+    torch.ops.aten.binary_cross_entropy.default: 3,
+    torch.ops.aten.binary_cross_entropy_with_logits.default: 4,
+}
+# Their backward passes. The first argument is the gradient of the result.
+_LOSSES_BACKWARD = {
+    torch.ops.aten.mse_loss_backward.default: 3,
+    torch.ops.aten.smooth_l1_loss_backward.default: 3,
+    torch.ops.aten.huber_loss_backward.default: 3,
+    torch.ops.aten.soft_margin_loss_backward.default: 3,
+    torch.ops.aten.binary_cross_entropy_backward.default: 4,
+}
+# The values of ``reduction``.
+_NO_REDUCTION = 0
+_MEAN = 1
+
 
 # [Note: Operators on shards]
-# torch runs most operators on DTensors as on plain tensors. For the first two kinds of these
+# torch runs most operators on DTensors as on plain tensors. For the first three kinds of these
 # operators it uses the shard of this rank alone, without a word:
 #
 # - A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
@@ -91,6 +113,9 @@ _CHANGES = (
 #   rank draws the numbers of the whole tensor, and keeps those of its shard. If the numbers depend
 #   on the values of the tensor, as in `torch.bernoulli(x)`, the ranks gather the tensor first. For
 #   the other operators that draw numbers, torch raises an error.
+# - `mse_loss` and other losses take the mean over the shard. Their gradients are too large by the
+#   number of shards, and their values are wrong if the shards differ in size. Here the mean is that
+#   over the whole tensor.
 # - Rows of a sharded tensor, such as `x[0]` or `x[2:4]`, are a copy that the ranks have gathered.
 #   `x[0].zero_()` would change the copy alone, and is an error. In-place operators are not watched
 #   before a program has made such a copy.
@@ -115,6 +140,10 @@ def handle_operators(rank: int) -> Callable[[], None]:
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS_WITH_OUT, _draw_into))
     functions[_RRELU] = _multiply_with_noise
+    for operator, position in _LOSSES.items():
+        functions[operator] = partial(_reduce_losses, position)
+    for operator, position in _LOSSES_BACKWARD.items():
+        functions[operator] = partial(_reduce_losses_backward, position)
     cleanup.callback(handle_dtensor_operators(functions))
     return cleanup.close
 
@@ -259,6 +288,44 @@ def _multiply_with_noise(operator: Any, args: tuple[Any, ...], kwargs: Any) -> A
     output = operator(full_tensor(dtensor), whole_noise, *other_args, **(kwargs or {}))
     local_tensor(noise).copy_(local_tensor(_shard(whole_noise, noise)))
     return _shard(output, dtensor)
+
+
+def _reduce_losses(position: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return losses of DTensors, for operators such as ``mse_loss``, or their sum or mean.
+
+    Args:
+        position: the position of the argument ``reduction``.
+        operator: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    if not _takes_mean(position, args):
+        return call_without_function(operator, args, kwargs)
+    losses = call_without_function(operator, _without_reduction(position, args), kwargs)
+    return losses.mean()
+
+
+def _reduce_losses_backward(
+    position: int, operator: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Return the gradient of losses of DTensors. The arguments are those of _reduce_losses()."""
+    if _takes_mean(position, args):
+        grad, dtensor, *other_args = args
+        grad_of_losses = (grad / dtensor.numel()).expand(dtensor.shape)
+        args = _without_reduction(position, (grad_of_losses, dtensor, *other_args))
+    return call_without_function(operator, args, kwargs)
+
+
+def _takes_mean(position: int, args: tuple[Any, ...]) -> bool:
+    """Return whether the argument ``reduction`` is the mean, which it is where it is left out."""
+    return len(args) <= position or args[position] == _MEAN
+
+
+def _without_reduction(position: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments with which each element has its own loss."""
+    # Optional tensors before ``reduction`` may have been left out.
+    left_out = [None] * (position - len(args))
+    return (*args[:position], *left_out, _NO_REDUCTION, *args[position + 1 :])
 
 
 def _empty_whole(dtensor: Any) -> Tensor:
