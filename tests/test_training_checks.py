@@ -865,3 +865,61 @@ def test_the_error_of_features_gathered_without_gradients_says_to_gather_them_wi
 def test_features_gathered_with_gradients_train() -> None:
     results = run_in_ranks(train_on_gathered_features, True, True)
     assert results == ["fine", "fine"]
+
+
+# -- ranks with empty shards -----------------------------------------------------------------------
+
+
+class SmallHead(nn.Module):
+    """Two layers. Under FSDP, the second of two ranks has no elements of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+def add_body_after_a_step(fabric: Fabric) -> None:
+    module = SmallHead()
+    model, optimizer = fabric.setup(module, sgd(module.head.parameters()))
+    for number in range(6):
+        fabric.backward(model(X).mean())
+        optimizer.step()
+        model.zero_grad()
+        if number == 2:
+            optimizer.add_param_group({"params": list(model.body.parameters())})
+
+
+def add_body_before_a_step(fabric: Fabric) -> None:
+    module = SmallHead()
+    model, optimizer = fabric.setup(module, sgd(module.head.parameters()))
+    for number in range(6):
+        fabric.backward(model(X).mean())
+        if number == 2:
+            optimizer.add_param_group({"params": list(model.body.parameters())})
+        optimizer.step()
+        model.zero_grad()
+
+
+def unfreeze_body(fabric: Fabric) -> None:
+    module = SmallHead()
+    module.body.requires_grad_(False)
+    model, optimizer = fabric.setup(module, sgd(module.parameters()))
+    for number in range(6):
+        if number == 3:
+            model.body.requires_grad_(True)
+        fabric.backward(model(X).mean())
+        optimizer.step()
+        model.zero_grad()
+
+
+def train_more_after_a_small_head(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, [add_body_after_a_step, add_body_before_a_step, unfreeze_body])
+
+
+def test_a_rank_with_empty_shards_does_not_take_the_others_to_be_ahead() -> None:
+    for results in run_in_ranks(train_more_after_a_small_head, strategy="fsdp"):
+        assert set(results.values()) == {"fine"}

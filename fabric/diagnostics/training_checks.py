@@ -435,6 +435,9 @@ class TrainingChecks:
         self._cleared_steps = _StepsWithClearedGradients()
         # The number of calls of step(), also of steps without gradients.
         self._step_calls = 0
+        # Whether a step was made while this rank had only empty shards of what the optimizer
+        # trains. Then this rank has counted fewer steps than the others.
+        self._has_missed_steps = False
         self._num_backward_passes = 0
         # The number of consecutive steps up to which no parameter has had a gradient.
         self._steps_without_gradient = 0
@@ -461,7 +464,8 @@ class TrainingChecks:
         # Only steps with gradients count. A step that is skipped after an overflow has none.
         has_made_steps = self._comparison.steps >= _CHECKED_STEPS
         has_made_calls = self._step_calls > _MAX_STEP_CALLS
-        return has_made_steps or has_made_calls or self._optimizer() is None
+        is_over = has_made_steps or has_made_calls or self._has_missed_steps
+        return is_over or self._optimizer() is None
 
     # -- after a backward pass ------------------------------------------------------------------
 
@@ -480,8 +484,8 @@ class TrainingChecks:
             self._cleared_steps.after_backward(optimizer)
             self._comparison.check_latest_step()
             self._comparison.after_backward(optimizer, loss)
-            # A rank that has only empty shards never has a gradient. It counts no steps, so every
-            # other rank would seem to be ahead.
+            # A rank that has only empty shards has no gradient. It counts no steps, so every other
+            # rank would seem to be ahead.
             counts_steps = bool(self._ids_that_had_gradient)
             if counts_steps and not self._is_finished:
                 self._comparison.check_no_rank_is_ahead()
@@ -683,9 +687,16 @@ class TrainingChecks:
         trained = _trainable_parameters(optimizer)
         # A step that is skipped after an overflow has no gradients, and is not counted.
         has_gradient = bool(_ids_with_gradient(trained))
-        if self._is_finished or not has_gradient:
+        if self._is_finished:
             return
-        self._comparison.after_step(optimizer, trained)
+        if has_gradient:
+            self._comparison.after_step(optimizer, trained)
+        elif not trained:
+            # The user may add parameters to the optimizer, or unfreeze some, of which this rank has
+            # elements.
+            self._has_missed_steps = any(
+                parameter.requires_grad for parameter in parameters_of(optimizer)
+            )
 
 
 class _WindowCheck:
