@@ -561,6 +561,9 @@ def test_torchrun_goes_on_with_a_machine_more_and_with_fewer(
 FACTS = """
 import atexit, gc, json, multiprocessing, os, pickle, random, signal, sys, threading, time, warnings
 
+os.environ["TMPDIR"] = os.path.join(os.path.dirname(__file__), "temporary")
+import tempfile
+
 import helper
 
 
@@ -592,7 +595,7 @@ def main():
         "X options": sys._xoptions,
         "warn options": sys.warnoptions,
         "first warning filters": str([rule for rule in warnings.filters if rule[2] is EOFError]),
-        "folder": os.getcwd(),
+        "folders": [os.getcwd(), tempfile.gettempdir()],
         "environment": dict(os.environ),
         "process": [process.name, str(multiprocessing.parent_process()), process.daemon],
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -628,7 +631,7 @@ INTERPRETER = [sys.executable, "-X", "importtime=0", "-W", "ignore::EOFError", "
 
 def facts_of_ranks(folder: Path, script: str) -> list[dict[str, Any]]:
     """Run a script that fails once on two ranks, and return what it saw: two dicts per start."""
-    folder.mkdir()
+    (folder / "temporary").mkdir(parents=True)
     (folder / "train.py").write_text(script)
     (folder / "helper.py").touch()
     command = [*INTERPRETER, "run", "--accelerator=cpu", "--devices=2", "--max-restarts=1"]
@@ -669,6 +672,7 @@ def test_a_forked_rank_cannot_be_told_from_one_in_a_new_interpreter(tmp_path: Pa
         facts.pop("group")
     assert len(numbers) == 24
     assert forked == started
+    assert forked[0]["folders"] == ["FOLDER", "FOLDER/temporary"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -313,6 +314,8 @@ def forkserver_main() -> None:
     gc.disable()
     for name in (*_PRELOAD, *further_modules):
         importlib.import_module(name)
+    # The imports have looked for the folder of temporary files. A script may choose another folder.
+    tempfile.tempdir = None
     # The ranks share the memory of these objects with the server. A garbage collection in a rank
     # would write to all objects that are not frozen, and the system would copy their memory.
     gc.freeze()
