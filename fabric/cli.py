@@ -507,7 +507,7 @@ def _run(options: argparse.Namespace) -> int:
     _create_log_dir(options)
     worlds = _resolve_worlds(options)
     # These imports follow the checks, whose errors are then printed sooner.
-    from fabric.launchers.script import Script, script_fork_server
+    from fabric.launchers.script import Script
 
     limit: _RestartLimit = options.max_restarts
     # torchrun sets the variables whose names begin with TORCHELASTIC. Scripts may read them.
@@ -519,17 +519,42 @@ def _run(options: argparse.Namespace) -> int:
         arguments=[options.script, *options.arguments],  # becomes sys.argv
         directory=os.getcwd(),
     )
-    # Without a fork server, each rank starts in a new interpreter. With restarts, a fork server
-    # saves the ranks the imports of each new start.
-    server = None
-    if limit.count > 0:
-        server = script_fork_server(script, worlds)
     attempts = _Attempts(
-        options=options, script=script, worlds=worlds, variables=variables, server=server
+        options=options,
+        script=script,
+        worlds=worlds,
+        variables=variables,
+        server=_create_fork_server(options, script, worlds),
     )
     if options.num_nodes in (None, 1):
         return _run_on_one_machine(attempts, limit)
     return _run_on_machines(attempts, limit)
+
+
+def _create_fork_server(
+    options: argparse.Namespace, script: "Script", worlds: Sequence[World]
+) -> "ForkServer | None":
+    """Return the fork server that starts the ranks, or None if new interpreters start faster.
+
+    The server imports torch once, for all ranks of this machine and for all their starts.
+
+    Args:
+        options: the parsed options.
+        script: the script.
+        worlds: the places of this machine's ranks.
+    """
+    # See [Note: late imports].
+    from fabric.launchers.script import script_fork_server
+
+    # `fabric doctor` examines how a new interpreter imports torch.
+    if options.module and options.script == "fabric":
+        return None
+    has_restarts = options.max_restarts.count > 0
+    # Ranks that never import torch would wait in vain until the server has imported it.
+    imports_torch = script.mentions("torch") or script.mentions("fabric")
+    if not has_restarts and (len(worlds) == 1 or not imports_torch):
+        return None
+    return script_fork_server(script, worlds, has_restarts=has_restarts)
 
 
 @dataclass(frozen=True)
@@ -561,15 +586,30 @@ class _Attempts:
             should_end: a condition that ends the ranks early.
         """
         from fabric.launchers.logs import RankLogs
-        from fabric.launchers.script import run_script
+        from fabric.launchers.script import ignore_hazard, run_script
 
         variables = {**self.variables, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
         logs = None  # the ranks write to the terminal
         if self.options.log_dir:
             logs = RankLogs(self.options.log_dir, restart_count, tee=self.options.tee)
             print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
-        worlds = [replace(world, port=port) for world in self.worlds]
-        return run_script(self.script, worlds, variables, logs, self.server, should_end)
+        on_hazard = ignore_hazard
+        if self.options.max_restarts.count > 0:
+            on_hazard = _print_hazard  # the user wants to know why restarts take long
+        return run_script(
+            self.script,
+            [replace(world, port=port) for world in self.worlds],
+            variables=variables,
+            logs=logs,
+            server=self.server,
+            should_end=should_end,
+            on_hazard=on_hazard,
+        )
+
+
+def _print_hazard(hazard: str) -> None:
+    """Print why the ranks are not forked from the fork server."""
+    print(f"fabric run: the ranks start in new interpreters: {hazard}", file=sys.stderr)
 
 
 def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:

@@ -128,6 +128,13 @@ def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, m
     assert run.stdout == f"__main__ package ['x'] {cores}\n"
 
 
+def test_a_script_that_does_not_mention_torch_starts_without_it(tmp_path, fabric_run):
+    name = script(tmp_path, "print('to' 'rch' in sys.modules)")
+    run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "False\nFalse\n"
+
+
 def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, fabric_run):
     name = script(
         tmp_path,

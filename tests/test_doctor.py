@@ -263,3 +263,13 @@ def test_under_torchrun_the_doctor_is_a_rank_of_the_job(tmp_path, environment):
     assert report.count("torch-fabric ") == 1
     assert "2 processes by torchrun" in report
     assert "ok    all_reduce" in report
+
+
+@pytest.mark.slow
+def test_under_fabric_run_the_doctor_measures_the_import_of_torch(tmp_path, environment):
+    launcher = [sys.executable, "-P", "-m", "fabric", "run", "--accelerator=cpu", "--devices=2"]
+    _, report = finish(start(tmp_path, environment, *launcher, "-m", "fabric", "doctor"))
+    match = re.search(r"import of torch (?P<seconds>\d+\.\d+) s", report)
+    assert match is not None, report
+    # A process that is forked with torch loaded imports it in no time.
+    assert float(match["seconds"]) > 0.1

@@ -23,7 +23,7 @@ from fabric.launchers.fork_server import ForkServer
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
 from fabric.launchers.serialize import Call, dump_call, dump_result, load
-from fabric.launchers.supervisor import rank_variables
+from fabric.launchers.supervisor import never, rank_variables
 from fabric.world import World
 
 SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
@@ -54,11 +54,13 @@ def main_module(file, name_in_spec=None):
     ],
 )
 def test_variables_of_libraries_are_found_in_the_files_that_a_rank_runs_first(
-    tmp_path, monkeypatch, name, is_module, path
+    tmp_path, name, is_module, path
 ):
-    monkeypatch.chdir(tmp_path)
     script_name = name if is_module else str(tmp_path / name)
-    script = Script(name=script_name, is_module=is_module, arguments=[name])
+    # A module is found in the initial working directory, in place of the present one.
+    script = Script(
+        name=script_name, is_module=is_module, arguments=[name], directory=str(tmp_path)
+    )
     files = ["job.py", "folder/__main__.py", "package/__init__.py", "package/__main__.py"]
     files += ["package/inner/__init__.py", "package/inner/__main__.py", "package/inner/job.py"]
     for file in files:
@@ -94,7 +96,7 @@ SOAK = [pytest.mark.slow, pytest.mark.soak]
 def test_ranks_are_not_forked_where_a_fork_would_differ(tmp_path, monkeypatch, source):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "library.py").write_text(source)
-    hazard = ForkServer.with_modules(["library"]).find_hazard()
+    hazard = ForkServer.with_modules(["library"]).find_hazard(while_waiting=never)
     assert bool(hazard) == bool(HAZARDS[source])
     assert HAZARDS[source] in hazard
 

@@ -319,3 +319,51 @@ def test_a_closed_terminal_leaves_the_finally_blocks_their_time():
         output, _ = job.communicate(timeout=150)
         assert output == "finally\n" * 2
         assert job.returncode == 128 + signal.SIGHUP
+
+
+# A module in place of torch, whose import has no end.
+ENDLESS_IMPORT = """
+import threading
+print("loading", flush=True)
+threading.Event().wait()
+"""
+LAUNCHES_ITSELF = """
+from fabric.launchers import LAUNCHERS, LaunchSpec
+LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 128 + signal.SIGINT),
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_a_signal_while_the_fork_server_loads_torch_ends_the_job(tmp_path, number, code):
+    (tmp_path / "script.py").write_text(LAUNCHES_ITSELF)
+    (tmp_path / "torch.py").write_text(ENDLESS_IMPORT)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,  # as in a terminal
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "loading\n"
+        [server] = psutil.Process(job.pid).children()
+        if number == signal.SIGKILL:
+            job.kill()
+        else:
+            os.killpg(job.pid, number)
+        _, errors = job.communicate(timeout=150)
+    assert job.returncode == code
+    assert errors == ""
+    psutil.wait_procs([server], timeout=150)
+    assert not server.is_running()

@@ -557,7 +557,7 @@ def test_torchrun_goes_on_with_a_machine_more_and_with_fewer(
 
 # -- what a script sees in a rank that is forked from the server of `fabric run` ------------------
 
-# Prints what a script can see of its process. TORCHELASTIC_... is no variable of a library.
+# Writes what a script can see of its process. TORCHELASTIC_... is no variable of a library.
 FACTS = """
 import atexit, gc, json, multiprocessing, os, pickle, random, signal, sys, threading, time, warnings
 
@@ -580,7 +580,8 @@ def main():
     import torch
 
     rank = int(os.environ["RANK"])
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         module_in_worker = pool.apply(name_of_class_in_worker, (Local(),))
     process = multiprocessing.current_process()
@@ -596,6 +597,7 @@ def main():
         "warn options": sys.warnoptions,
         "first warning filters": str([rule for rule in warnings.filters if rule[2] is EOFError]),
         "folders": [os.getcwd(), tempfile.gettempdir()],
+        "parent": os.getppid(),
         "environment": dict(os.environ),
         "process": [process.name, str(multiprocessing.parent_process()), process.daemon],
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -613,7 +615,7 @@ def main():
     with open(f"facts-{attempt}-{rank}.new", "w") as file:
         json.dump(facts, file)
     os.rename(file.name, f"facts-{attempt}-{rank}")
-    if attempt == 1:
+    if attempt == restarts:
         # One write, so that the lines of two ranks do not mix.
         atexit.register(os.write, 1, f"exit handler of rank {rank}\\n".encode())
     elif rank == 1:
@@ -623,46 +625,71 @@ def main():
 
 
 if __name__ == "__main__":
+    LAUNCH
     main()
 """
+# The beginning of a script that starts its ranks by itself.
+LAUNCH = """
+    if "RANK" not in os.environ:
+        from fabric.launchers import LAUNCHERS, LaunchSpec
+        os.chdir("/")
+        LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=2))
+"""
 FABRIC = SCRIPTS / "fabric"
-INTERPRETER = [sys.executable, "-X", "importtime=0", "-W", "ignore::EOFError", "-m", "fabric"]
+INTERPRETER = [sys.executable, "-X", "importtime=0", "-W", "ignore::EOFError"]
+RUN = [*INTERPRETER, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2"]
+# The commands that start FACTS, and the number of restarts that they allow.
+STARTS = {
+    "restarts": ([*RUN, "--max-restarts=1"], 1),
+    "one start": (RUN, 0),
+    "script": (INTERPRETER, 0),
+}
 
 
-def facts_of_ranks(folder: Path, script: str) -> list[dict[str, Any]]:
-    """Run a script that fails once on two ranks, and return what it saw: two dicts per start."""
+def facts_of_ranks(folder: Path, start: str, script: str) -> list[dict[str, Any]]:
+    """Run a script that fails before each restart, and return what it saw: two dicts per start."""
+    command, restarts = STARTS[start]
+    launch = ""
+    if start == "script":
+        launch = LAUNCH
     (folder / "temporary").mkdir(parents=True)
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(script.replace("    LAUNCH\n", launch))
     (folder / "helper.py").touch()
-    command = [*INTERPRETER, "run", "--accelerator=cpu", "--devices=2", "--max-restarts=1"]
-    process = subprocess.run(
+    with subprocess.Popen(
         [*command, "train.py", "--lr", "0.1"],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "2", "TMPDIR": str(folder)},
-        input="text",
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert sorted(process.stdout.splitlines()) == [f"exit handler of rank {i}" for i in range(2)]
-    assert "ValueError: only once" in process.stderr
-    is_forked = "new interpreter" not in process.stderr
-    assert is_forked == (script is FACTS)
+    ) as process:
+        output, errors = process.communicate("text", timeout=DEADLINE)
+    assert process.returncode == 0, errors
+    assert sorted(output.splitlines()) == [f"exit handler of rank {i}" for i in range(2)]
+    assert errors.count("ValueError: only once") == restarts
+    # A line says why restarts take long.
+    assert ("new interpreter" in errors) == (restarts == 1 and script is not FACTS)
     facts = []
-    for attempt in range(2):
+    for attempt in range(restarts + 1):
         for rank in range(2):
             text = (folder / f"facts-{attempt}-{rank}").read_text()
-            facts.append(json.loads(text.replace(str(folder), "FOLDER")))
+            facts_of_rank = json.loads(text.replace(str(folder), "FOLDER"))
+            # A forked rank is a child of the fork server.
+            is_forked = facts_of_rank.pop("parent") != process.pid
+            assert is_forked == (script is FACTS)
+            facts.append(facts_of_rank)
     return facts
 
 
 @pytest.mark.slow
-def test_a_forked_rank_cannot_be_told_from_one_in_a_new_interpreter(tmp_path: Path) -> None:
-    forked = facts_of_ranks(tmp_path / "forked", FACTS)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_forked_rank_cannot_be_told_from_one_in_a_new_interpreter(
+    tmp_path: Path, start: str
+) -> None:
+    forked = facts_of_ranks(tmp_path / "forked", start, FACTS)
     # A variable that libraries read while they are loaded is a reason for new interpreters.
-    started = facts_of_ranks(tmp_path / "started", FACTS + '# "OMP_NUM_THREADS"')
+    started = facts_of_ranks(tmp_path / "started", start, FACTS + '# "OMP_NUM_THREADS"')
     numbers = set()
     for facts in (*forked, *started):
         numbers.update(facts.pop("numbers"))
@@ -670,7 +697,7 @@ def test_a_forked_rank_cannot_be_told_from_one_in_a_new_interpreter(tmp_path: Pa
         # Set by the import of torch._dynamo, which the first optimizer needs in any interpreter.
         facts["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)
         facts.pop("group")
-    assert len(numbers) == 24
+    assert len(numbers) == 3 * len(forked + started)
     assert forked == started
     assert forked[0]["folders"] == ["FOLDER", "FOLDER/temporary"]
 

@@ -25,6 +25,7 @@ from fabric.launchers.rank import RankConfig, end_with_parent, ending_signals, r
 from fabric.launchers.supervisor import StartedProcess
 
 __all__ = [
+    "OPTIMIZER_MODULE",
     "UNKNOWN_EXIT_CODE",
     "ForkServer",
     "fork_server",
@@ -35,11 +36,15 @@ __all__ = [
 # Seconds for the fork server to start a rank. For the first rank, most of the time is spent on the
 # import of torch.
 _START_TIMEOUT = 120.0
+# Seconds between two calls of a function that may end a wait.
+_CALL_INTERVAL = 0.1
 # The exit code that is reported for a rank if the fork server was killed and cannot tell the code.
 UNKNOWN_EXIT_CODE = 255
-# The modules that the fork server loads. Creating the first optimizer imports torch._dynamo, which
-# takes longer to import than torch itself. Nearly every function of a rank receives a Fabric.
-_PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
+# The modules that a fork server loads. Nearly every rank uses a Fabric.
+_PRELOAD = ("torch", "fabric._fabric")
+# The creation of the first optimizer imports this module, which takes nearly as long as the import
+# of torch.
+OPTIMIZER_MODULE = "torch._dynamo"
 # The variable in the environment of a server with the names of further modules.
 _MODULES_VARIABLE = "FABRIC_FORK_SERVER_MODULES"
 # The requests that the owner sends.
@@ -82,6 +87,8 @@ class ForkServer:
         main: the main function of the server process.
         arguments: further arguments of the server process.
         variables: variables for the environment of the server process.
+        directory: the working directory of the server process. None, the default, uses the
+            directory of this process.
     """
 
     def __init__(
@@ -89,16 +96,24 @@ class ForkServer:
         main: Callable[[], None],
         arguments: Sequence[str] = (),
         variables: Mapping[str, str] = {},
+        directory: str | None = None,
     ) -> None:
         self._main = main
         self._arguments = arguments
         self._variables = variables
+        self._directory = directory
         self._server_lock = threading.Lock()  # guards _server: several threads may launch
         self._server: _ServerConnection | None = None
+        self._hazard = ""  # the result of find_hazard()
 
     @classmethod
     def of_script(
-        cls, path_entry: str, arguments: Sequence[str], variables: Mapping[str, str]
+        cls,
+        path_entry: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        directory: str | None,
+        modules: Sequence[str],
     ) -> "ForkServer":
         """Return a fork server for the ranks of a script.
 
@@ -109,8 +124,15 @@ class ForkServer:
             arguments: the arguments of the script, which process lists show for all ranks.
             variables: the environment variables of the ranks that libraries read while they are
                 loaded.
+            directory: the initial working directory of the script. None is that of this process.
+            modules: the names of further modules that the server imports.
         """
-        return cls(script_forkserver_main, [path_entry, *arguments], variables)
+        return cls(
+            script_forkserver_main,
+            [path_entry, *arguments],
+            {**variables, _MODULES_VARIABLE: " ".join(modules)},
+            directory,
+        )
 
     @classmethod
     def with_modules(cls, names: Sequence[str]) -> "ForkServer":
@@ -132,23 +154,37 @@ class ForkServer:
             if self._server is None:
                 self._server = self._start_server()
 
-    def find_hazard(self) -> str:
+    def find_hazard(self, while_waiting: Callable[[], object]) -> str:
         """Return why a forked rank could differ from one in a new interpreter, or an empty text.
 
-        Only for the server of a script. This method waits until the server has torch loaded.
+        Only for the server of a script. This method waits until the server has torch loaded,
+        without a time limit: a new interpreter would not load torch sooner. It ends the server if
+        there is a hazard, which later calls return again.
+
+        Args:
+            while_waiting: is called several times per second. An error that it raises ends the
+                wait.
         """
         with self._server_lock:
+            if self._hazard == "":
+                self._hazard = self._request_hazard(while_waiting)
+            if self._hazard != "" and self._server is not None:
+                self._server.stop()
+                self._server = None
+            return self._hazard
+
+    def _request_hazard(self, while_waiting: Callable[[], object]) -> str:
+        """Ask the server for a hazard, and start the server if there is none."""
+        try:
             if self._server is None:
                 self._server = self._start_server()
             requests = self._server.requests
-            try:
-                requests.sendall(_HAZARD_REQUEST)
-                requests.settimeout(_START_TIMEOUT)
-                answer = requests.recv(4096)
-            except OSError as error:
-                return f"the fork server does not start: {error}"
-            finally:
-                requests.settimeout(None)  # no limit, as before
+            requests.sendall(_HAZARD_REQUEST)
+            while not wait([requests], timeout=_CALL_INTERVAL):
+                while_waiting()
+            answer = requests.recv(4096)
+        except OSError as error:
+            return f"the fork server does not start: {error}"
         if answer == b"":
             return "the fork server has failed"
         if answer == _NO_HAZARD:
@@ -206,6 +242,7 @@ class ForkServer:
                     self._main,
                     server_socket.fileno(),
                     arguments=self._arguments,
+                    cwd=self._directory,
                     stdin=subprocess.DEVNULL,
                     variables=self._variables,
                 )
@@ -295,16 +332,24 @@ def script_forkserver_main() -> None:
     # The kernel kills this server when the thread that has started it ends. The server of a
     # function is not killed then, because later launches use it from other threads.
     end_with_parent()
-    forkserver_main()
+    _serve_with_modules(_PRELOAD)
 
 
 def forkserver_main() -> None:
-    """Run the fork server: fork a rank for each request until the owner has ended.
+    """Run the fork server of functions. This is the main function of the server process."""
+    _serve_with_modules((*_PRELOAD, OPTIMIZER_MODULE))
 
-    This is the main function of the server process. In each forked rank, ``serve()`` returns, and
-    this function goes on to run the rank. ``sys.argv[1]`` is the descriptor of the socket on which
-    the owner sends requests. If the ranks run a script, ``sys.argv[2]`` is the entry that the
-    interpreter adds to ``sys.path`` for the script.
+
+def _serve_with_modules(modules: Sequence[str]) -> None:
+    """Import modules, and fork a rank for each request until the owner has ended.
+
+    In each forked rank, ``serve()`` returns, and this function goes on to run the rank.
+    ``sys.argv[1]`` is the descriptor of the socket on which the owner sends requests. If the ranks
+    run a script, ``sys.argv[2]`` is the entry that the interpreter adds to ``sys.path`` for the
+    script.
+
+    Args:
+        modules: the names of the modules, besides those in the environment of the server.
     """
     requests = socket.socket(fileno=int(sys.argv[1]))
     path_entry = sys.argv[2] if len(sys.argv) > 2 else ""
@@ -312,7 +357,7 @@ def forkserver_main() -> None:
     further_modules = os.environ.pop(_MODULES_VARIABLE, "").split()
     # The imports make hardly any garbage. Searching for garbage would take a sixth of their time.
     gc.disable()
-    for name in (*_PRELOAD, *further_modules):
+    for name in (*modules, *further_modules):
         importlib.import_module(name)
     # The imports have looked for the folder of temporary files. A script may choose another folder.
     tempfile.tempdir = None

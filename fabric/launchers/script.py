@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
-from fabric.launchers.fork_server import ForkServer
+from fabric.launchers.fork_server import OPTIMIZER_MODULE, ForkServer
 from fabric.launchers.logs import RankLogs
 from fabric.launchers.rank import PREEMPTED, RankConfig, main
 from fabric.launchers.supervisor import (
@@ -31,7 +31,14 @@ from fabric.launchers.supervisor import (
 )
 from fabric.world import World, available_cores
 
-__all__ = ["Script", "ScriptEnd", "ScriptLauncher", "run_script", "script_fork_server"]
+__all__ = [
+    "Script",
+    "ScriptEnd",
+    "ScriptLauncher",
+    "ignore_hazard",
+    "run_script",
+    "script_fork_server",
+]
 
 # The working directory in which this process was started. multiprocessing reads it at its import,
 # before the script has a chance to change the directory.
@@ -111,7 +118,7 @@ class Script:
     def path_entry(self) -> str:
         """The entry of ``sys.path`` that the interpreter would prepend for this script."""
         if self.is_module:
-            return os.getcwd()
+            return self.directory or os.getcwd()
         if os.path.isfile(self.name):
             return os.path.dirname(os.path.realpath(self.name))
         return self.name
@@ -129,6 +136,17 @@ class Script:
             if match is not None:
                 return f"{path} has {match['name']}, which libraries read while they are loaded"
         return ""
+
+    def mentions(self, word: str) -> bool:
+        """Return whether a word is in the files that a rank runs first.
+
+        The files that these import are not read.
+        """
+        for path in self._first_files():
+            text = path.read_text(errors="replace")
+            if word in text:
+                return True
+        return False
 
     def _first_files(self) -> list[Path]:
         """Return the files that a rank runs first: the script, or a module and its packages.
@@ -275,7 +293,12 @@ class ScriptLauncher(base.Launcher):
         """
         self.check(spec)
         script = Script.of(sys.modules["__main__"])
-        script_end = run_script(script, base.node_worlds(spec.num_processes))
+        worlds = base.node_worlds(spec.num_processes)
+        server = None
+        if spec.num_processes > 1:
+            # This process has imported torch until the launch, and so will all ranks.
+            server = script_fork_server(script, worlds)
+        script_end = run_script(script, worlds, server=server)
         script_end.print_report()
         raise SystemExit(script_end.exit_code)
 
@@ -316,18 +339,28 @@ class ScriptEnd(NamedTuple):
         print(f"\n{self.report}", file=sys.stderr, flush=True)
 
 
-def script_fork_server(script: Script, worlds: Sequence[World]) -> ForkServer:
+def script_fork_server(
+    script: Script, worlds: Sequence[World], *, has_restarts: bool = False
+) -> ForkServer:
     """Return a fork server for the ranks of a script. :func:`run_script` starts it.
+
+    The server imports torch once for all ranks of this machine, and for all starts of the ranks.
 
     Args:
         script: the script.
         worlds: the places of this machine's ranks.
+        has_restarts: whether the ranks may be started again. Then the server also imports what the
+            creation of an optimizer does. Without restarts, it does so only if the script seems to
+            have an optimizer.
     """
     path_entry = ""
     if script.extends_path:
         path_entry = script.path_entry
     variables = rank_variables(os.environ, worlds[0], available_cores(), sys.platform)
-    return ForkServer.of_script(path_entry, script.arguments, variables)
+    modules: list[str] = []
+    if has_restarts or script.mentions("optim"):
+        modules.append(OPTIMIZER_MODULE)
+    return ForkServer.of_script(path_entry, script.arguments, variables, script.directory, modules)
 
 
 def _start_process(
@@ -367,6 +400,10 @@ def _start_process(
     return StartedProcess(process.pid, process.poll)
 
 
+def ignore_hazard(hazard: str) -> None:
+    """Ignore why the ranks start in new interpreters, since the user has not asked for forks."""
+
+
 def run_script(
     script: Script,
     worlds: Sequence[World],
@@ -374,6 +411,7 @@ def run_script(
     logs: RankLogs | None = None,
     server: ForkServer | None = None,
     should_end: Callable[[], bool] = never,
+    on_hazard: Callable[[str], object] = ignore_hazard,
 ) -> ScriptEnd:
     """Run a script in one process for each place, and wait for the processes.
 
@@ -386,26 +424,28 @@ def run_script(
             output and error of this process.
         server: the fork server that starts the ranks. None starts each rank in a new interpreter.
             If forked ranks could differ from new interpreters, this function does not use the
-            server, and prints the reason.
+            server.
         should_end: returns whether to end the ranks early, for example because another machine has
             failed.
+        on_hazard: called with the reason if the server is not used.
 
     Returns:
         How the ranks have ended. The caller prints the report.
     """
-    if server is not None:
-        # Waits until the server has imported torch. Done before the supervisor records signals, so
-        # that a signal ends this process at once.
-        hazard = script.find_fork_hazard() or server.find_hazard()
-        if hazard != "":
-            print(f"fabric run: the ranks start in new interpreters: {hazard}", file=sys.stderr)
-            server = None
-    start_process = partial(_start_process, script, logs, server)
     supervisor = Supervisor()
     if logs is not None:
         supervisor.on_report = logs.show_report
     try:
         with supervisor:
+            if server is not None:
+                # Waits until the server has imported torch.
+                hazard = script.find_fork_hazard()
+                if hazard == "":
+                    hazard = server.find_hazard(while_waiting=supervisor.raise_if_signaled)
+                if hazard != "":
+                    on_hazard(hazard)
+                    server = None
+            start_process = partial(_start_process, script, logs, server)
             supervisor.start(
                 start_process, worlds, payload=script, variables=variables, runs_script=True
             )
