@@ -17,7 +17,7 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import PRECISIONS, LossScale
 from fabric.strategies import Strategy
 from fabric.testing import check_strategy
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "write-a-strategy.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
@@ -155,6 +155,21 @@ def test_a_strategy_of_one_method_is_connected() -> None:
     for world_size, ranks in run_in_ranks(gather_ranks, strategy=LeastStrategy()):
         assert world_size == 2
         assert ranks == [0, 1]
+
+
+def refusal_of_join(fabric: Fabric) -> str:
+    model = fabric.setup(nn.Linear(2, 1))
+
+    def join() -> None:
+        with fabric.join(model):
+            pass
+
+    return outcome(join)
+
+
+def test_a_strategy_that_does_not_mention_join_is_refused_there() -> None:
+    for rank, text in enumerate(run_in_ranks(refusal_of_join, strategy=LeastStrategy())):
+        assert f"fabric.join(...) with LeastStrategy on rank {rank}" in text
 
 
 class UnconnectedStrategy(LeastStrategy):
