@@ -1680,8 +1680,8 @@ class Fabric:
 
         Raises:
             ArgumentTypeError: an object could not be loaded again. Nothing was written.
-            ReplicaDriftError: ranks hold different values of what they should hold alike. Nothing
-                was written.
+            ReplicaDriftError: ranks hold different values of what they should hold alike. The path
+                has what it had before.
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
                 the path exists and is not a checkpoint of the same kind.
         """

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fabric import Fabric
+from fabric.checkpoint import FullCheckpoint
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.conftest import REPLICA_CHECK
 from tests.ranks import outcome, run_in_ranks
@@ -332,6 +333,103 @@ def test_a_save_names_buffers_and_states_of_single_ranks(tmp_path: Path) -> None
         assert "all ranks agreed after 6 optimizer steps" in outcomes["resumed"]
         assert "rank 0 without it" in outcomes["loaded"]
         assert "it was loaded on these ranks alone" in outcomes["loaded"]
+
+
+# -- what a save publishes -------------------------------------------------------------------------
+
+
+class OwnFormat(FullCheckpoint):
+    """A format of the user, whose ``save`` writes and commits."""
+
+    def save(self, state: Mapping[str, Any], path: Any) -> None:
+        super().save(state, path)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files in a folder and in the folders in it."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def save_in_each_way(fabric: Fabric, folder: Path) -> dict[str, str]:
+    """Save equal replicas in each way, and then replicas of which one has a flipped bit."""
+    loop = Loop(fabric, nn.Identity)
+    loop.run()
+    checkpoints = fabric.checkpoints(folder / "kept")
+    ways: dict[str, Callable[[], object]] = {
+        "at once": lambda: fabric.save(folder / "at once", loop.state),
+        "background": lambda: fabric.save(folder / "background", loop.state, async_=True),
+        "weights": lambda: fabric.save(folder / "weights", loop.model.state_dict()),
+        "kept": lambda: checkpoints.save(1, loop.state, async_=False),
+        "kept in background": lambda: checkpoints.save(2, loop.state),
+    }
+    for save in ways.values():
+        save()
+    newest = checkpoints.latest  # waits for the save in the background
+    fabric.barrier()
+    files = files_in(folder)
+    fabric.barrier()
+    if fabric.global_rank == 1:
+        local(loop.model.first.weight).view(torch.int32).view(-1)[3] ^= 1 << 20
+
+    outcomes = {name: outcome(save) for name, save in ways.items()}
+    fabric.barrier()
+    if files_in(folder) != files or checkpoints.latest != newest:
+        outcomes["files"] = "the drifted state was published"
+    # The job goes on with the next save.
+    if fabric.global_rank == 1:
+        local(loop.model.first.weight).view(torch.int32).view(-1)[3] ^= 1 << 20
+    checkpoints.save(3, loop.state)
+    outcomes["newest"] = str(checkpoints.latest)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DDPStrategy(),
+        DDPStrategy(checkpoint_io=OwnFormat()),
+        FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
+        FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1), state_dict_type="full"),
+    ],
+    ids=["ddp", "own format", "shards", "full"],
+)
+def test_no_kind_of_save_publishes_a_drifted_state(tmp_path: Path, strategy: Any) -> None:
+    for outcomes in run_in_ranks(
+        save_in_each_way, tmp_path, strategy=strategy, check_replicas=True
+    ):
+        newest = outcomes.pop("newest")
+        assert newest.endswith("-step-3")
+        assert list(outcomes) == ["at once", "background", "weights", "kept", "kept in background"]
+        for name, error in outcomes.items():
+            assert error.startswith("ReplicaDriftError: "), f"{name}: {error}"
+            assert "first.weight of Masked differs: " in error, name
+            assert "only element 3 of it differs, by bit 20" in error, name
+
+
+def save_large_tensors(fabric: Fabric, folder: Path) -> list[str]:
+    """Return what saves say for a flipped bit in each of three large tensors."""
+    net = nn.Module()
+    for name in ("first", "second", "third"):
+        net.register_parameter(name, nn.Parameter(torch.zeros(5_000_000)))
+    model = fabric.setup(net)
+    outcomes: list[str] = []
+    for parameter in model.parameters():
+        bits = parameter.data.view(torch.int32)
+        if fabric.global_rank == 1:
+            bits[-1] ^= 1
+        outcomes.append(outcome(lambda: fabric.save(folder / "model", {"model": model})))
+        if fabric.global_rank == 1:
+            bits[-1] ^= 1
+    outcomes.append(outcome(lambda: fabric.save(folder / "model", {"model": model})))
+    return outcomes
+
+
+def test_a_save_finds_a_flipped_bit_in_each_of_several_large_tensors(tmp_path: Path) -> None:
+    for *errors, last in run_in_ranks(save_large_tensors, tmp_path, check_replicas=True):
+        for name, error in zip(("first", "second", "third"), errors, strict=True):
+            assert f"{name} of Module differs: " in error
+            assert "only element 4999999 of it differs, by bit 0" in error
+        assert last == "fine"
 
 
 # -- what is meant to differ -----------------------------------------------------------------------

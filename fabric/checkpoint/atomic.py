@@ -5,7 +5,8 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,7 @@ __all__ = [
     "atomic_write",
     "check_file_is_replaceable",
     "clear_temporaries",
+    "flush_during",
     "read_errors",
     "sync_folder",
     "write_errors",
@@ -111,6 +113,31 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
             file.close()
     with write_errors(request):
         sync_folder(target.parent)
+
+
+def flush_during(request: str, file: BinaryIO, action: Callable[[], object] | None) -> None:
+    """Call ``action()`` while a thread flushes a file to the disk. Do nothing if it is None.
+
+    The thread only waits for the system, without the GIL. A background save has no action: the
+    interpreter may be ending, and then starts no threads.
+
+    Args:
+        request: what the user asked for, for errors.
+        file: the file.
+        action: the function to call, whose errors are not converted.
+
+    Raises:
+        CheckpointError: the file system refuses.
+    """
+    if action is None:
+        return
+    with write_errors(request):
+        file.flush()
+    with ThreadPoolExecutor(1, "fabric-flush") as executor:
+        flushed = executor.submit(os.fsync, file.fileno())
+        action()
+        with write_errors(request):
+            flushed.result()  # raises the error of the thread
 
 
 def check_file_is_replaceable(request: str, target: Path) -> None:

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from fabric.checkpoint.agreement import gather_on_first, run_on_all_ranks
-from fabric.checkpoint.atomic import atomic_write, sync_folder, write_errors
+from fabric.checkpoint.atomic import (
+    atomic_write,
+    flush_during,
+    sync_folder,
+    write_errors,
+)
 from fabric.checkpoint.encoding import Chunk, FlatState, flatten_state, local_chunks, to_json
 from fabric.checkpoint.safetensors import DataFile, write_safetensors
 from fabric.checkpoint.sharded_reader import DATA_NAME, FORMAT, INDEX, ShardedReader, read_index
@@ -132,6 +137,31 @@ class ShardedCheckpoint:
             ArgumentTypeError: a value in ``state`` is not plain, or cannot be loaded without
                 unpickling.
         """
+        with self.write(state, path, communicator, per_rank):
+            pass  # The end of the block commits the save.
+
+    @contextmanager
+    def write(
+        self,
+        state: State,
+        path: Location,
+        communicator: Communicator = _THIS_PROCESS,
+        per_rank: State | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Iterator[None]:
+        """Write ``state`` as :meth:`save` does, and commit the save at the end of the block.
+
+        Collective. If the block raises, what was at ``path`` is untouched. The block must raise on
+        all ranks or on none. The other arguments and the errors are those of :meth:`save`.
+
+        Args:
+            state: see :meth:`save`.
+            path: see :meth:`save`.
+            communicator: see :meth:`save`.
+            per_rank: see :meth:`save`.
+            meanwhile: is called while this rank waits for the disk or for ranks that write, once or
+                several times. Not a collective. None, the default, calls nothing.
+        """
         request = f"save a sharded checkpoint to {str(path)!r}"
         refuse_in_memory_path(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
@@ -156,6 +186,7 @@ class ShardedCheckpoint:
                 communicator.rank,
                 flat.tensors,
                 per_rank,
+                meanwhile,
             )
             # Empty on all ranks but rank 0.
             files_of_ranks = gather_on_first(communicator, files)
@@ -169,6 +200,7 @@ class ShardedCheckpoint:
                 files_of_ranks,
                 metadata,
             )
+            yield
 
     def load(self, path: Location) -> PlainState:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU.
@@ -352,7 +384,12 @@ def check_folder_is_replaceable(request: str, folder: Location) -> None:
 
 
 def _write_data_files(
-    request: str, plan: _SavePlan, rank: int, tensors: Mapping[str, Tensor], per_rank: State | None
+    request: str,
+    plan: _SavePlan,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    per_rank: State | None,
+    meanwhile: Callable[[], object] | None,
 ) -> _Files:
     """Write the data files of one rank.
 
@@ -362,6 +399,7 @@ def _write_data_files(
         rank: this rank.
         tensors: the tensors of this rank by name, full or sharded.
         per_rank: plain values of this rank alone, for a file of their own. None for no such file.
+        meanwhile: see :meth:`ShardedCheckpoint.write`.
 
     Returns:
         The written files by name.
@@ -383,12 +421,16 @@ def _write_data_files(
         name = f"rank-{rank:05}{suffix}-{plan.id}.safetensors"
         with _data_file(plan.folder, name) as file:
             files[name] = write_safetensors(file, chunks)
+            flush_during(request, file, meanwhile)
     if per_rank:
         name = f"rank-{rank:05}-{plan.id}.json"
         content = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
         with _data_file(plan.folder, name) as file:
             file.write(content)
         files[name] = DataFile(checksum=zlib.crc32(content), chunks={})
+    if meanwhile is not None:
+        # For ranks without tensors to write.
+        meanwhile()
     return files
 
 
