@@ -4,8 +4,9 @@
 of that size, the contestants alternately, and prints median seconds and the median of the ratios
 within a round. "Loop blocked" is how long `fabric.save(..., async_=True)` takes to return, from the
 second save on. "Loop slowed" is how much longer a training step on one thread takes meanwhile.
-"Comparison of 2 replicas" is the part of a save under DDP that finds replicas that drift apart.
---quick takes 50 MB and two rounds.
+"With the comparison" is a save under DDP on two ranks that finds replicas that drift apart, and
+"without" is the same with ``check_replicas=False``; these two take five times as many rounds, since
+their ratio is close to 1. --quick takes 50 MB and two rounds.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def shards(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
 
 
 def replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
-    """Measure the comparison of the replicas of a model and an optimizer, which a save makes."""
+    """Compare saves of a model and an optimizer with and without the comparison of replicas."""
     net = model_of(megabytes // 3)
     adam = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():
@@ -92,14 +93,32 @@ def replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
     session = fabric._session
     assert session is not None
     comparison = session.replica_comparison
-    assert comparison is not None
-    compared: list[float] = []
-    saved: list[float] = []
-    for _ in range(rounds + 1):
-        compared.append(seconds(lambda: comparison.compare("fabric.save", state.values())))
-        saved.append(seconds(lambda: fabric.save(path, state)))
-    if fabric.is_global_zero:
-        line("comparison of 2 replicas", compared[1:], "fabric.save with it", saved[1:])
+
+    def save(is_compared: bool, async_: bool) -> float:
+        """Return the seconds until a save returns."""
+        session.replica_comparison = None
+        if is_compared:
+            session.replica_comparison = comparison
+        fabric.barrier()
+        begin = time.perf_counter()
+        pending = fabric.save(path, state, async_=async_)
+        duration = time.perf_counter() - begin
+        if pending is not None:
+            pending.wait()
+        return duration
+
+    for async_, name in ((False, "fabric.save"), (True, "loop blocked")):
+        compared: list[float] = []
+        alone: list[float] = []
+        for number in range(5 * rounds + 1):
+            if number % 2 == 1:
+                compared.append(save(is_compared=True, async_=async_))
+                alone.append(save(is_compared=False, async_=async_))
+            else:
+                alone.append(save(is_compared=False, async_=async_))
+                compared.append(save(is_compared=True, async_=async_))
+        if fabric.is_global_zero:
+            line(f"{name}, with the comparison", compared[1:], "without", alone[1:])
 
 
 def in_background(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -> None:
