@@ -265,9 +265,9 @@ has_old_experts = transformers.__version__.startswith("4.")
 needs_experts = pytest.mark.skipif(has_old_experts, reason="experts of transformers 5")
 
 
-def build_causal(name: str) -> tuple[Any, torch.optim.Optimizer]:
+def build_causal(name: str, **options: str) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    module = AutoModelForCausalLM.from_config(CONFIGS[name])
+    module = AutoModelForCausalLM.from_config(CONFIGS[name], **options)
     # The experts of transformers multiply matrices with a kernel that has no float64.
     if name not in EXPERTS:
         module.double()
@@ -363,6 +363,38 @@ def test_split_experts_are_sharded_and_train_as_the_plain_loop() -> None:
         torch.testing.assert_close(losses_in_parts, losses, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(state_in_parts, state, rtol=1e-5, atol=1e-6)
     assert first["shape"] == (1, 64, 16)
+
+
+def build_with_unused_experts() -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model whose tokens all go to the same two experts, which are on one rank."""
+    # These experts compute nothing without a token. A fast kernel computes an empty product.
+    module, _ = build_causal("mixtral", experts_implementation="eager")
+    for layer in module.model.layers:
+        # All experts have the same weight, and so every token gets the same two neighbors.
+        nn.init.zeros_(layer.mlp.gate.weight)
+        layer.mlp.gate.weight.requires_grad_(False)
+    # Weight decay changes weights whose gradient is zero, and no weights without a gradient.
+    return module, torch.optim.SGD(module.parameters(), lr=0.5, weight_decay=0.1)
+
+
+def train_with_unused_experts(fabric: Fabric) -> tuple[list[float], dict[str, Tensor]]:
+    model, optimizer = fabric.setup(*build_with_unused_experts())
+    losses = train(model, optimizer, fabric.backward)
+    return losses, fabric.get_state_dict(model)
+
+
+@needs_experts
+def test_a_rank_whose_experts_get_no_tokens_trains_as_the_plain_loop() -> None:
+    module, optimizer = build_with_unused_experts()
+    losses = train(module, optimizer, torch.Tensor.backward)
+    gradient = module.model.layers[0].mlp.experts.down_proj.grad
+    sums_of_ranks = gradient.unflatten(0, (2, 2)).abs().sum(dim=(1, 2, 3))
+    assert sums_of_ranks.count_nonzero() == 1
+    mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
+    for losses_in_parts, state in run_in_ranks(train_with_unused_experts, strategy=mesh):
+        torch.testing.assert_close(losses_in_parts, losses, rtol=1e-5, atol=1e-5)
+        if state:
+            torch.testing.assert_close(state, dict(module.state_dict()), rtol=1e-5, atol=1e-5)
 
 
 PLANS = {

@@ -121,14 +121,22 @@ def _sum_experts(
     # The original method needs plain tensors. During the call, attributes of the module hide the
     # parameters of the same names, which are DTensors.
     attributes = vars(module)
-    names = list(dict(module.named_parameters(recurse=False)))
-    for name in names:
-        attributes[name] = experts.get_parameter(name).to_local()
+    local_parameters: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        split_parameter: Any = parameter
+        local_parameters[name] = split_parameter.to_local()
+    attributes.update(local_parameters)
     try:
         partial_sum = forward(local_states, local_index, local_weights)
     finally:
-        for name in names:
+        for name in local_parameters:
             del attributes[name]
+    if not partial_sum.requires_grad:
+        # No token is routed to this rank's experts, and the sum depends on no tensor. With the sums
+        # of empty tensors, which are 0, gradients are zero as in the whole module, and this rank
+        # takes part in the collectives of the backward pass.
+        for tensor in (local_states, local_weights, *local_parameters.values()):
+            partial_sum = partial_sum + tensor[:0].sum()
     # An all-reduce adds up the partial sums of the ranks.
     total = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
     return total.redistribute(placements=[Replicate()]).to_local()
