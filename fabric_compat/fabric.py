@@ -211,7 +211,7 @@ class Fabric(_Fabric):
     def _prepared_module(self, module: Any) -> Any:
         """Return the result of an earlier setup of a module, or None."""
         user_module = uncompiled(self.unwrap(module))
-        for prepared in self._ensure_session("setup").modules:
+        for prepared in self._ensure_session("setup").objects.modules:
             if self.unwrap(prepared) is user_module:
                 return prepared
         return None
@@ -223,7 +223,7 @@ class Fabric(_Fabric):
         """
         session = self._ensure_session("setup")
         new_optimizers = [
-            optimizer for optimizer in optimizers if optimizer not in session.optimizers
+            optimizer for optimizer in optimizers if optimizer not in session.objects.optimizers
         ]
         session.check_setup(module, new_optimizers)
         model = session.setup_module(module, move_to_device)
@@ -251,10 +251,10 @@ class Fabric(_Fabric):
         """Set up the optimizers that are not set up yet, in place."""
         session = self._ensure_session("setup_optimizers")
         new_optimizers = [
-            optimizer for optimizer in optimizers if optimizer not in session.optimizers
+            optimizer for optimizer in optimizers if optimizer not in session.objects.optimizers
         ]
         session.setup_optimizers(new_optimizers)
-        if not session.modules:
+        if not session.objects.modules:
             _note("optimizers are set up without their modules, whose gradients nothing averages")
         for optimizer in new_optimizers:
             mark_set_up(optimizer)

@@ -17,7 +17,7 @@ from fabric._session import prepared_module
 from fabric._torch import has_nan, uncompiled
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.checkpoint.full_tensors import ShardGatherer
-from fabric.checkpoint.save_load import CheckpointCoordinator, builtin_format
+from fabric.checkpoint.save_load import CheckpointCoordinator, LossDivisors, builtin_format
 from fabric.checkpoint.state import StateDicts
 from fabric.errors import ConfigurationError, UsageError
 from fabric.runtime import Runtime
@@ -73,6 +73,23 @@ class PlannedProcess(NamedTuple):
 
     world: World
     device: torch.device
+
+
+class _NoSession:
+    """What a save reads and a load restores of a job, if a strategy is used without Fabric.
+
+    Only ``Fabric.backward`` takes loss weights, so there are no divisors of losses.
+    """
+
+    def check_before_save(self) -> None:
+        """Allow every save."""
+
+    def loss_divisors(self) -> LossDivisors:
+        """Return no divisors."""
+        return []
+
+    def load_loss_divisors(self, divisors: LossDivisors) -> None:
+        """Ignore the divisors of a checkpoint that ``Fabric.save`` has written."""
 
 
 class _LightningStrategy(Strategy):
@@ -213,15 +230,13 @@ class _LightningStrategy(Strategy):
     def _coordinator(self) -> CheckpointCoordinator:
         """Return the object that saves and loads the checkpoints of this strategy."""
         runtime = self.runtime
-        gatherer = ShardGatherer(
-            runtime.communicator, runtime.communicator_over, runtime.device, self.full_state
-        )
         return CheckpointCoordinator(
             runtime.communicator,
             AsyncSaver(partial(runtime.background_communicator, "saves")),
             io=self.checkpoint_io or builtin_format(self.saves_shards),
             state_dicts=StateDicts(self, prepared_module),
-            gatherer=gatherer,
+            gatherer=ShardGatherer(runtime, self),
+            session=_NoSession(),
         )
 
 
