@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric._torch import in_place_version, local_tensor
-from fabric.tree import parameters_of
 
 __all__ = [
     "cleared_empty_gradients",
@@ -35,11 +34,14 @@ def local_gradients(*optimizers: Optimizer) -> list[list[Tensor]]:
     Returns:
         One list for each device and dtype. No list is empty.
     """
-    parameters: dict[Tensor, None] = {}
+    # The keys are identifiers. The hash of a tensor and a generator are calls of Python.
+    parameters: dict[int, Tensor] = {}
     for optimizer in optimizers:
-        parameters.update(dict.fromkeys(parameters_of(optimizer)))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameters[id(parameter)] = parameter
     grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter in parameters.values():
         grad = parameter.grad
         if grad is None:
             continue

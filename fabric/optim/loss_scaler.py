@@ -129,7 +129,10 @@ class LossScaler:
         if has_unscaled and not self._any_optimizer_holds_scaled_gradients():
             self._update_scale(found_inf)
             self._found_inf_since_update = None
-        unscaled = [optimizer for optimizer, state in self._states.items() if not state.is_scaled]
+        unscaled = []
+        for optimizer, state in self._states.items():
+            if not state.is_scaled:
+                unscaled.append(optimizer)
         # The optimizers may hold unscaled gradients. They are scaled again, since this pass adds
         # scaled gradients to them.
         for grads in local_gradients(*unscaled):  # each list has one device
