@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from fabric import Fabric
 from fabric.errors import RankFailedError
@@ -89,28 +89,40 @@ def test_steps_with_different_learning_rates_are_an_error(strategy: str) -> None
 
 
 class LoaderOutcomes(NamedTuple):
-    """The outcomes of a loader that one rank shuffles, and of a loader that one rank peeks into."""
+    """The outcomes of three loaders.
+
+    Attributes:
+        of_shuffled: of a loader that one rank shuffles.
+        of_parts: of a loader in which each rank has its own part of the data.
+        of_peeked: of a loader that one rank peeks into.
+    """
 
     of_shuffled: str
+    of_parts: str
     of_peeked: str
 
 
 def iterate_different_orders(fabric: Fabric) -> LoaderOutcomes:
     is_first = fabric.is_global_zero
     shuffled = fabric.setup_dataloaders(DataLoader(DATA, batch_size=2, shuffle=is_first))
+    part = Subset(DATA, range(4 + fabric.global_rank))
+    parts = fabric.setup_dataloaders(DataLoader(part, batch_size=4))
     peeked = fabric.setup_dataloaders(DataLoader(DATA, batch_size=2, shuffle=True))
     if is_first:
         next(iter(shuffled))
+        next(iter(parts))
         next(iter(peeked))
     fabric.barrier()
     of_shuffled = "not tried"
+    of_parts = "not tried"
     if not is_first:
         of_shuffled = outcome(lambda: next(iter(shuffled)))
+        of_parts = outcome(lambda: next(iter(parts)))
 
     def gather_batches() -> list[Tensor]:
         return [fabric.gather_for_metrics(x) for (x,) in peeked]
 
-    return LoaderOutcomes(of_shuffled, outcome(gather_batches))
+    return LoaderOutcomes(of_shuffled, of_parts, of_peeked=outcome(gather_batches))
 
 
 def test_loaders_with_different_orders_on_ranks_are_an_error() -> None:
@@ -119,6 +131,8 @@ def test_loaders_with_different_orders_on_ranks_are_an_error() -> None:
         "rank 0 draws its order anew in each iteration, as with shuffle=True, and rank 1"
         in second.of_shuffled
     )
+    assert "it has the length 5 on rank 1 and 4 on rank 0" in second.of_parts
+    assert "use_distributed_sampler=False" in second.of_parts
     assert first.of_peeked.startswith("CollectiveMismatchError")
     assert "of iteration 1" in first.of_peeked
     assert second.of_peeked.startswith("CollectiveMismatchError")

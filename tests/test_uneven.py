@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
+from fabric.diagnostics.batch_counts import DividedOrder
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
@@ -454,7 +455,7 @@ class Rank(NamedTuple):
     def begin(self, batches: int | None) -> None:
         """Begin an iteration over the only loader."""
         self.positions.append(Progress())
-        self.detector.on_iteration("0", self.progress, batches)
+        self.detector.on_iteration("0", self.progress, batches, DividedOrder(False, None))
 
     def take_step(self) -> None:
         """Receive a batch and start a forward pass, as the loader and the guard of a module do."""
@@ -666,7 +667,7 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
         def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
             if topic != "batches/0":
                 return {}
-            return {rank: [1, 9, False] for rank in ranks}
+            return {rank: [1, 9, False, None] for rank in ranks}
 
     rank = make_rank(Listening(dist.HashStore(), 0, 2))
     rank.begin(9)

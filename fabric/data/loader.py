@@ -29,6 +29,7 @@ from fabric.data.saved_position import (
 from fabric.data.sharding import FromRank0, SynchronizedStreams
 from fabric.data.spec import ActiveLoop, LoaderSpec, ShardRequest, Uneven
 from fabric.data.spec import shard as shard_loader
+from fabric.diagnostics.batch_counts import DividedOrder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import RandomStreams, WorkerSeeding
@@ -374,7 +375,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         draws_order = bool(spec.order_streams) or bool(self._epoch_targets)
         # Orders that are divided over ranks have to be the same, which the detector checks.
         shuffles = spec.num_replicas > 1 and draws_order
-        self._job.detector.on_iteration(self._name, position, batch_count, shuffles)
+        order = DividedOrder(shuffles, spec.divided_length)
+        self._job.detector.on_iteration(self._name, position, batch_count, order)
 
     def _begin_batches(self) -> Iterator[Any]:
         """Return the loader's iterator for a new epoch.

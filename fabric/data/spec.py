@@ -128,6 +128,13 @@ class LoaderSpec:
         return 1
 
     @property
+    def divided_length(self) -> int | None:
+        """Number of entries that fabric divides over the ranks. None if unknown or not divided."""
+        if self.shard_count == 1:
+            return None
+        return length_of(self.order_source)
+
+    @property
     def has_equal_counts(self) -> bool:
         """Whether all ranks are sure to get equally many batches. Their number may be unknown."""
         # The user's object that makes the order.

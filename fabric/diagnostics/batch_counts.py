@@ -7,7 +7,21 @@ from typing import NamedTuple
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["BatchCount", "BatchCounts"]
+__all__ = ["BatchCount", "BatchCounts", "DividedOrder"]
+
+
+class DividedOrder(NamedTuple):
+    """The order of a loader, as far as it is divided over the ranks. It is then the same on all.
+
+    Attributes:
+        shuffles: whether the loader draws a new order in each iteration, as with ``shuffle=True``.
+            False if the order is not divided.
+        length: the number of samples or batches that fabric divides. None if it is unknown, or if
+            fabric does not divide the order.
+    """
+
+    shuffles: bool
+    length: int | None
 
 
 class _PublishedCount(NamedTuple):
@@ -16,13 +30,14 @@ class _PublishedCount(NamedTuple):
     Attributes:
         iteration: how many times the rank has begun to iterate over the loader.
         batches: the number of batches. None if unknown.
-        shuffles: whether the loader draws a new order in each iteration, as with ``shuffle=True``,
-            and divides it over the ranks.
+        shuffles: as in :class:`DividedOrder`.
+        length: as in :class:`DividedOrder`.
     """
 
     iteration: int
     batches: int | None
     shuffles: bool
+    length: int | None
 
 
 @dataclass(eq=False)
@@ -33,15 +48,14 @@ class BatchCount:
         loader: the name of the loader, the same on all ranks.
         iteration: how many times this rank has begun to iterate over the loader.
         batches: the number of batches. None if unknown.
-        shuffles: whether the loader draws a new order in each iteration, as with ``shuffle=True``,
-            and divides it over the ranks.
+        order: the order that is divided over the ranks.
         uncompared_neighbors: the neighbors whose number of batches was not compared yet.
     """
 
     loader: str
     iteration: int
     batches: int | None
-    shuffles: bool
+    order: DividedOrder
     uncompared_neighbors: list[int]
 
 
@@ -72,32 +86,31 @@ class BatchCounts:
         """Number of iterations that this rank has begun, over all loaders."""
         return sum(self._iterations.values())
 
-    def publish(self, loader: str, batches: int | None, shuffles: bool) -> BatchCount:
+    def publish(self, loader: str, batches: int | None, order: DividedOrder) -> BatchCount:
         """Publish the batch count of an iteration that begins, and return it.
 
         Args:
             loader: the name of the loader, the same on all ranks.
             batches: the number of batches in the iteration. None if unknown.
-            shuffles: whether the loader draws a new order in each iteration, as with
-                ``shuffle=True``, and divides it over the ranks.
+            order: the order that is divided over the ranks.
 
         Raises:
-            UsageError: a neighbor shuffles the loader, and this rank does not, or the other way
-                round.
+            UsageError: the order of a neighbor is a different one.
         """
         iteration = self._iterations.get(loader, 0) + 1
         self._iterations[loader] = iteration
         # This overwrites the count of the iteration before. The counts of a long job would fill the
         # store, which is in the memory of one node.
-        self._store.publish(_topic(loader), _PublishedCount(iteration, batches, shuffles))
+        count = _PublishedCount(iteration, batches, order.shuffles, order.length)
+        self._store.publish(_topic(loader), count)
         # One comparison is enough: a loader that shuffles does so in every iteration.
         if iteration == 1:
-            self._check_shuffles(loader, shuffles)
+            self._check_order(loader, order)
         return BatchCount(
             loader=loader,
             iteration=iteration,
             batches=batches,
-            shuffles=shuffles,
+            order=order,
             uncompared_neighbors=list(self._neighbors),
         )
 
@@ -138,30 +151,44 @@ class BatchCounts:
         counts = self._store.read(_topic(loader), ranks)
         return {rank: _PublishedCount(*count) for rank, count in counts.items()}
 
-    def _check_shuffles(self, loader: str, shuffles: bool) -> None:
-        """Raise if a neighbor shuffles the loader and this rank does not, or the other way round.
+    def _check_order(self, loader: str, order: DividedOrder) -> None:
+        """Raise if a neighbor has a different order of the loader than this rank.
 
         The two ranks would take their batches from different orders, so that samples are seen twice
         or never. A neighbor that has not published its count will read the count of this rank.
 
         Args:
             loader: the name of the loader.
-            shuffles: whether this rank shuffles it.
+            order: the order on this rank, in the first iteration.
         """
+        request = f"iteration over loader {loader} on rank {self._store.rank}"
         for neighbor, published in self._published_counts(loader, self._neighbors).items():
-            if published.shuffles == shuffles:
-                continue
-            shuffling_rank = self._store.rank
-            ordered_rank = neighbor
-            if published.shuffles:
-                shuffling_rank = neighbor
-                ordered_rank = self._store.rank
-            raise UsageError(
-                f"iteration over loader {loader} on rank {self._store.rank}",
-                problem=f"rank {shuffling_rank} draws its order anew in each iteration, as with "
-                f"shuffle=True, and rank {ordered_rank} does not",
-                expected="the same loader",
-            )
+            if published.shuffles != order.shuffles:
+                shuffling_rank = self._store.rank
+                ordered_rank = neighbor
+                if published.shuffles:
+                    shuffling_rank = neighbor
+                    ordered_rank = self._store.rank
+                raise UsageError(
+                    request,
+                    problem=f"rank {shuffling_rank} draws its order anew in each iteration, as "
+                    f"with shuffle=True, and rank {ordered_rank} does not",
+                    expected="the same loader",
+                )
+            # The data of a later iteration may have another length.
+            has_lengths = order.length is not None and published.length is not None
+            is_first = published.iteration == 1
+            if is_first and has_lengths and published.length != order.length:
+                raise UsageError(
+                    request,
+                    problem=f"setup_dataloaders divides the data over the processes, but it has "
+                    f"the length {order.length} on rank {self._store.rank} and "
+                    f"{published.length} on rank {neighbor}",
+                    expected="the whole data on every rank",
+                    suggestion="setup_dataloaders(loader, use_distributed_sampler=False) if each "
+                    'rank has its own part of the data, with uneven="shortest" or "longest" if '
+                    "the parts differ in length",
+                )
 
 
 def _topic(loader: str) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fabric.communicators import Collective
 from fabric.contract import GradientContract
-from fabric.diagnostics.batch_counts import BatchCount, BatchCounts
+from fabric.diagnostics.batch_counts import BatchCount, BatchCounts, DividedOrder
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.diagnostics.step_comparison import End, Progress, Step, StepComparison
@@ -206,7 +206,7 @@ class UnevenInputDetector:
         self._iterations = _Iterations()
 
     def on_iteration(
-        self, loader: str, position: _Position, batches: int | None, shuffles: bool = False
+        self, loader: str, position: _Position, batches: int | None, order: DividedOrder
     ) -> None:
         """Record the start of an iteration over a prepared loader. The loader calls this.
 
@@ -217,14 +217,13 @@ class UnevenInputDetector:
             loader: the name of the loader, the same on all ranks.
             position: the position of the iteration, which the loader updates later.
             batches: the number of batches in the iteration. None if unknown.
-            shuffles: whether the loader draws a new order in each iteration, as with
-                ``shuffle=True``, and divides it over the ranks.
+            order: the order that is divided over the ranks.
 
         Raises:
-            UsageError: a neighbor, which is the rank before or after this one, shuffles the loader
-                and this rank does not, or the other way round.
+            UsageError: a neighbor, which is the rank before or after this one, has a different
+                order of the loader.
         """
-        batch_count = self._batch_counts.publish(loader, batches, shuffles)
+        batch_count = self._batch_counts.publish(loader, batches, order)
         # An error may name the loop that ended before this one, and its number of batches.
         batches_of_previous_iteration = 0
         previous = self._iterations.latest
@@ -270,7 +269,9 @@ class UnevenInputDetector:
         # differed, ranks may be in different iterations now.
         had_equal_counts = not self._batch_counts.may_differ
         # A shuffling loader divides a new order over the ranks in each iteration.
-        must_match_iteration = is_first_step and latest.batch_count.shuffles and had_equal_counts
+        must_match_iteration = (
+            is_first_step and latest.batch_count.order.shuffles and had_equal_counts
+        )
         iteration_of_step = self._iterations.iteration_of_latest_step
         if iteration_of_step is not None and iteration_of_step.batch_count.uncompared_neighbors:
             self._batch_counts.compare(iteration_of_step.batch_count)
