@@ -586,16 +586,13 @@ class _Attempts:
             should_end: a condition that ends the ranks early.
         """
         from fabric.launchers.logs import RankLogs
-        from fabric.launchers.script import ignore_hazard, run_script
+        from fabric.launchers.script import run_script
 
         variables = {**self.variables, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
         logs = None  # the ranks write to the terminal
         if self.options.log_dir:
             logs = RankLogs(self.options.log_dir, restart_count, tee=self.options.tee)
             print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
-        on_hazard = ignore_hazard
-        if self.options.max_restarts.count > 0:
-            on_hazard = _print_hazard  # the user wants to know why restarts take long
         return run_script(
             self.script,
             [replace(world, port=port) for world in self.worlds],
@@ -603,13 +600,9 @@ class _Attempts:
             logs=logs,
             server=self.server,
             should_end=should_end,
-            on_hazard=on_hazard,
+            # The user wants to know why restarts take long.
+            prints_hazard=self.options.max_restarts.count > 0,
         )
-
-
-def _print_hazard(hazard: str) -> None:
-    """Print why the ranks are not forked from the fork server."""
-    print(f"fabric run: the ranks start in new interpreters: {hazard}", file=sys.stderr)
 
 
 def _run_on_one_machine(attempts: _Attempts, limit: _RestartLimit) -> int:

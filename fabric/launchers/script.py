@@ -35,7 +35,6 @@ __all__ = [
     "Script",
     "ScriptEnd",
     "ScriptLauncher",
-    "ignore_hazard",
     "run_script",
     "script_fork_server",
 ]
@@ -400,10 +399,6 @@ def _start_process(
     return StartedProcess(process.pid, process.poll)
 
 
-def ignore_hazard(hazard: str) -> None:
-    """Ignore why the ranks start in new interpreters, since the user has not asked for forks."""
-
-
 def run_script(
     script: Script,
     worlds: Sequence[World],
@@ -411,7 +406,7 @@ def run_script(
     logs: RankLogs | None = None,
     server: ForkServer | None = None,
     should_end: Callable[[], bool] = never,
-    on_hazard: Callable[[str], object] = ignore_hazard,
+    prints_hazard: bool = False,
 ) -> ScriptEnd:
     """Run a script in one process for each place, and wait for the processes.
 
@@ -427,7 +422,7 @@ def run_script(
             server.
         should_end: returns whether to end the ranks early, for example because another machine has
             failed.
-        on_hazard: called with the reason if the server is not used.
+        prints_hazard: whether to print the reason if the server is not used.
 
     Returns:
         How the ranks have ended. The caller prints the report.
@@ -443,7 +438,9 @@ def run_script(
                 if hazard == "":
                     hazard = server.find_hazard(while_waiting=supervisor.raise_if_signaled)
                 if hazard != "":
-                    on_hazard(hazard)
+                    if prints_hazard:
+                        text = f"fabric run: the ranks start in new interpreters: {hazard}"
+                        print(text, file=sys.stderr)
                     server = None
             start_process = partial(_start_process, script, logs, server)
             supervisor.start(
