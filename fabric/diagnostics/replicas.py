@@ -4,6 +4,7 @@ import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -291,9 +292,9 @@ class ReplicaComparison:
         replicas = self.watched.replicas(self._communicator.size, saved)
         steps = self._recorder.counts.get(STEP, 0)
         comparison = TensorComparison(
+            comparison=self,
             rank=self._communicator.rank,
             replicas=replicas,
-            finish=self._finish,
             request=request,
             saved=saved,
             steps=steps,
@@ -317,8 +318,16 @@ class ReplicaComparison:
             if sentences:
                 self._raise_drift(comparison.request, sentences, comparison.steps)
 
-    def _finish(self, comparison: "TensorComparison", weighted_digest: int) -> None:
-        """Raise as :meth:`_check` does, or remember that all replicas were equal. Collective."""
+    def finish(self, comparison: "TensorComparison", weighted_digest: int) -> None:
+        """Compare the digests of all ranks, at the end of a comparison. Collective.
+
+        Args:
+            comparison: the comparison, which :meth:`begin` has returned.
+            weighted_digest: the digest of this rank.
+
+        Raises:
+            ReplicaDriftError: replicas differ. All ranks raise it.
+        """
         self._check(comparison, weighted_digest)
         self._agreed_steps = comparison.steps
 
@@ -434,46 +443,35 @@ class ReplicaComparison:
 # takes its digest while the system flushes the file to the disk. (A thread that took the digest
 # while its process writes would compete with the writing for the GIL and the cores: with many small
 # tensors a save took half as long again.)
+@dataclass(eq=False)
 class TensorComparison:
     """One comparison of the replicas of all ranks.
 
-    Args:
+    Attributes:
+        comparison: compares the digests of all ranks.
         rank: this rank.
-        replicas: the replicas of this rank.
-        finish: raises on all ranks if their digests do not add up to zero. Collective.
+        replicas: the replicas of this rank. No tensor is read before :meth:`take_digest`.
         request: where the comparison takes place, for the error.
         saved: the objects that a save writes. None outside of a save.
         steps: the number of optimizer steps so far.
         steps_since: the number of optimizer steps since the latest comparison.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        replicas: Sequence[Replica],
-        finish: Callable[["TensorComparison", int], None],
-        request: str,
-        saved: Collection[object] | None,
-        steps: int,
-        steps_since: int,
-    ) -> None:
-        """Keep the replicas. No tensor is read before :meth:`take_digest`."""
-        self.replicas = replicas
-        self.request = request
-        self.saved = saved
-        self.steps = steps
-        self.steps_since = steps_since
-        self._rank = rank
-        self._finish = finish
-        # None before take_digest().
-        self._digest: int | None = None
+    comparison: ReplicaComparison
+    rank: int
+    replicas: Sequence[Replica]
+    request: str
+    saved: Collection[object] | None
+    steps: int
+    steps_since: int
+    # None before take_digest().
+    _digest: int | None = field(default=None, init=False)
 
     def take_digest(self) -> None:
         """Read the replicas, in the first call. Not a collective."""
         if self._digest is None:
             replicas = _with_texts_of_buffers(self.replicas)
-            self._digest = _weighted_digest(self._rank, replicas, _digest)
+            self._digest = _weighted_digest(self.rank, replicas, _digest)
 
     def finish(self) -> None:
         """Compare the digests of all ranks, which have taken them. Collective.
@@ -482,7 +480,7 @@ class TensorComparison:
             ReplicaDriftError: replicas differ. All ranks raise it.
         """
         assert self._digest is not None, "take_digest() comes first"
-        self._finish(self, self._digest)
+        self.comparison.finish(self, self._digest)
 
 
 class _KnownParameter(NamedTuple):
