@@ -863,6 +863,55 @@ def test_a_spectral_norm_beside_split_layers_is_that_of_one_process() -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """A pair of layers, two of whose modules share a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.temperature = nn.Module()
+        self.temperature.gain = self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gain * self.down(self.up(x).tanh())
+        return x * self.temperature.gain
+
+
+class ScaledBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+        self.gain = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.gain * x
+
+
+def train_scaled(fabric: Fabric) -> list[Tensor]:
+    torch.manual_seed(5)
+    module = ScaledBlocks().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, optimizer)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def test_parameters_without_a_dimension_beside_split_layers_are_those_of_one_process() -> None:
+    [expected] = run_in_ranks(train_scaled, ranks=1, strategy="auto")
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "tp_plan": plan}
+    for actual in on_mesh(mesh, train_scaled):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

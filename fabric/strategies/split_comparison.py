@@ -816,6 +816,7 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     Gradients are computed of the parameters that are not split, and of the inputs.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
+    _detach_replicated_parameters(region)
     gradient_inputs: list[_Quantity] = []
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
@@ -858,6 +859,24 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     with _recorded_outputs(region, region.whole, outputs):
         result = functional_call(region.whole, tensors, new_args, new_kwargs)
     return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
+
+
+def _detach_replicated_parameters(region: _Region) -> None:
+    """Have a region compute with leaves in place of its replicated parameters.
+
+    The plain tensors that hide replicated parameters have hooks. If gradients of the comparison
+    reached these hooks, they would take the forward pass around the region for finished, and show
+    the DTensors in all modules. The attributes are put back at the end of the comparison.
+    """
+    leaves: dict[nn.Parameter, Tensor] = {}
+    for slot in parameter_slots(region.module):
+        attributes = vars(slot.module)
+        plain = attributes.get(slot.name)
+        if plain is None:
+            continue
+        if slot.parameter not in leaves:
+            leaves[slot.parameter] = plain.detach().requires_grad_(plain.requires_grad)
+        attributes[slot.name] = leaves[slot.parameter]
 
 
 def _tensor_in_use(slot: ParameterSlot) -> Tensor:
