@@ -1,12 +1,15 @@
 """Digests of tensors tell every change of a bit, and every other order of the elements."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.diagnostics.digest import digests
+from fabric.diagnostics.digest import combined_digests, digests
 
 DTYPES = [
     torch.float64,
@@ -116,3 +119,58 @@ def test_digests_are_in_the_order_of_the_tensors() -> None:
     tensors = [torch.ones(3), torch.zeros(0, 5), torch.zeros(())]
     assert digests(tensors) == [digest(tensor) for tensor in tensors]
     assert digests([]) == []
+
+
+@given(st.data())
+def test_combined_digests_tell_each_flipped_bit_and_swapped_element(data: st.DataObject) -> None:
+    # Most of these are smaller than a row, and one is larger than a chunk of rows.
+    lengths = [1, 7, 2048, 2049, 20_000, 0, 300_001, 5]
+    tensors = [torch.linspace(-1, 1, length) for length in lengths]
+    tensors.append(torch.arange(9, dtype=torch.bfloat16))
+    number = combined_digests(tensors)
+    places = st.sampled_from([0, 1, 2, 3, 4, 6, 7])
+    first = data.draw(places)
+    second = data.draw(places)
+    first_index = data.draw(st.integers(0, lengths[first] - 1))
+    second_index = data.draw(st.integers(0, lengths[second] - 1))
+
+    mask = 1 << data.draw(st.integers(0, 30))
+    changed = list(tensors)
+    changed[first] = flip_bits(tensors[first], first_index, mask)
+    assert combined_digests(changed) != number
+
+    first_value = float(tensors[first][first_index])
+    second_value = float(tensors[second][second_index])
+    swapped = [tensor.clone() for tensor in tensors]
+    swapped[first][first_index] = second_value
+    swapped[second][second_index] = first_value
+    assert (combined_digests(swapped) == number) is (first_value == second_value)
+
+
+class CopyRecorder(TorchDispatchMode):
+    """Counts the operators that run, and records the bytes of concatenated tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.copied_bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        if func is torch.ops.aten.cat.default:
+            self.copied_bytes.append(result.nbytes)
+        return result
+
+
+def test_small_tensors_are_copied_a_chunk_at_a_time_in_few_calls() -> None:
+    tensors = [torch.zeros(10_000) for _ in range(200)]
+    with CopyRecorder() as recorder:
+        combined_digests(tensors)
+    chunk_bytes = 64 * 8192
+    largest_piece = 10_000 * 4
+    assert max(recorder.copied_bytes) <= chunk_bytes + largest_piece + 8192
+    assert sum(recorder.copied_bytes) < 1.1 * 200 * largest_piece
+    assert recorder.num_calls < 2 * len(tensors)

@@ -1,6 +1,7 @@
 """Digests of tensors: 64-bit numbers that differ if any bit differs, or stands elsewhere."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ __all__ = ["combined_digests", "digests"]
 
 _ROW_WORDS = 1024
 _ROW_BYTES = 8 * _ROW_WORDS
-_SMALL_BYTES = 1 << 16  # of a tensor that combined_digests() concatenates with others
+# The largest tensor that is copied, so that it is read together with other small tensors.
+_SMALL_BYTES = 1 << 16
 # The rows that are mixed at a time. On the CPU their 512 KiB stay in the cache. On other devices
 # larger chunks need fewer calls.
 _CPU_ROWS = 64
@@ -26,13 +28,35 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
     Of a DTensor, the part on this rank counts. This waits for the device, once for all tensors.
     """
-    numbers: list[Tensor] = []
-    weights: dict[torch.device, Tensor] = {}
+    return _digests_of_groups([local_tensor(tensor)] for tensor in tensors)
+
+
+def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
+    """Return digests of all tensors together, which depend on all bits and their positions.
+
+    All tensors of one device and dtype have one digest, so that this takes a fraction of the time
+    of :func:`digests` if there are many small tensors. This waits for the device, once for all
+    tensors.
+
+    Args:
+        tensors: the tensors, none of which is a DTensor.
+    """
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        local = local_tensor(tensor).detach()
-        if local.device not in weights:
-            weights[local.device] = _odd_numbers(_ROW_WORDS, local.device)
-        numbers.append(_digest(local, weights[local.device]))
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return _digests_of_groups(groups.values())
+
+
+def _digests_of_groups(groups: Iterable[list[Tensor]]) -> list[int]:
+    """Return one number for each group of tensors. A group has one device and one dtype."""
+    numbers: list[Tensor] = []
+    digesters: dict[torch.device, _Digester] = {}
+    with torch.no_grad():
+        for tensors in groups:
+            device = tensors[0].device
+            if device not in digesters:
+                digesters[device] = _Digester(device)
+            numbers.append(digesters[device].digest(tensors))
     if not numbers:
         return []
     # Move the digests to one device, and read them together. The tensors may be on several devices.
@@ -40,29 +64,8 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     return torch.stack([number.to(first_device) for number in numbers]).tolist()
 
 
-def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return digests of all tensors together, which depend on all bits and their positions.
-
-    Small tensors of one device and dtype are concatenated and have one digest, so that this takes a
-    fraction of the time of :func:`digests`. This waits for the device, once for all tensors.
-
-    Args:
-        tensors: the tensors, none of which is a DTensor.
-    """
-    large: list[Tensor] = []
-    small_groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() * tensor.element_size() > _SMALL_BYTES:
-            large.append(tensor)
-        else:
-            group = small_groups.setdefault((tensor.device, tensor.dtype), [])
-            group.append(tensor.detach().flatten())
-    concatenated = [torch.cat(group) for group in small_groups.values()]
-    return digests([*large, *concatenated])
-
-
 # [Note: Digests of replicas]
-# A digest is computed on the device of its tensor, by integer arithmetic modulo 2**64, which gives
+# A digest is computed on the device of its tensors, by integer arithmetic modulo 2**64, which gives
 # the same number on every device. The bytes are read as 64-bit words, in rows of 1,024 words. Each
 # row is summed with an odd weight for each position, and the sums of the rows are summed with an
 # odd weight for each row. A sum alone would not see that the sign bits of two elements are flipped:
@@ -71,44 +74,89 @@ def combined_digests(tensors: Iterable[Tensor]) -> list[int]:
 # addition would mix a word and its complement alike, such as 0 and -1: the shift repeats the top
 # bit.)
 #
+# A call of torch takes as long as it takes to read several kilobytes. So small tensors, and what
+# the large ones have beyond full rows, are first copied to common rows, a chunk at a time: a copy
+# in the cache is cheap, and a copy of all would be memory that the system has to provide.
+#
 # Only tensors of the same shape and dtype are compared, such as the replicas of a parameter. A rank
 # reads a sharded tensor as its own part, so digests of different shardings differ.
-def _digest(tensor: Tensor, word_weights: Tensor) -> Tensor:
-    """Return the digest of a tensor, as an int64 scalar on the tensor's device.
-
-    The bytes are summed in rows of words, and then the sums of the rows.
+class _Digester:
+    """Takes digests on one device.
 
     Args:
-        tensor: the tensor, which is no DTensor.
-        word_weights: ``_odd_numbers(_ROW_WORDS, tensor.device)``, the weights of the words in a
-            row.
+        device: the device of all tensors.
     """
-    # Conjugated and negated views only have a flag. resolve_conj() and resolve_neg() apply it.
-    octets = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    is_aligned = octets.storage_offset() % 8 == 0
+
+    def __init__(self, device: torch.device) -> None:
+        """Compute the weights of the words in a row."""
+        self._rows_at_a_time = _CPU_ROWS if device.type == "cpu" else _DEVICE_ROWS
+        self._word_weights = _odd_numbers(_ROW_WORDS, device)
+        # All chunks use the same scratch memory, which grows with the chunks. To allocate memory
+        # takes longer than the digest, since the system fills each page with zeros.
+        self._scratch = torch.empty(0, _ROW_WORDS, dtype=torch.int64, device=device)
+
+    def digest(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the digest of all tensors, as an int64 scalar on the device.
+
+        Args:
+            tensors: tensors of one dtype, none of which is a DTensor.
+        """
+        row_sums: list[Tensor] = []
+        for rows in self._chunks_of(tensors):
+            if rows.shape[0] > self._scratch.shape[0]:
+                self._scratch = torch.empty_like(rows)
+            scratch = self._scratch[: rows.shape[0]]
+            row_sums.append(_weighted_sums(rows, self._word_weights, scratch))
+        # The sums of the rows are the words of a single row, which is summed like the others.
+        sums = torch.cat(row_sums).view(1, -1)
+        row_weights = _odd_numbers(sums.numel(), sums.device)
+        return _weighted_sums(sums, row_weights, torch.empty_like(sums))[0]
+
+    def _chunks_of(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield all bytes of the tensors in chunks of rows, at least one row.
+
+        ``tensors`` have one dtype. A chunk has the shape ``(rows, words)``.
+        """
+        # What is copied to the next common rows.
+        pieces: list[Tensor] = []
+        piece_bytes = 0
+        for tensor in tensors:
+            piece = tensor.flatten()
+            if piece.nbytes > _SMALL_BYTES:
+                rows, piece = _split_rows(piece)
+                yield from rows.split(self._rows_at_a_time)
+            pieces.append(piece)
+            piece_bytes += piece.nbytes
+            if piece_bytes >= self._rows_at_a_time * _ROW_BYTES:
+                yield _join_to_rows(pieces)
+                pieces = []
+                piece_bytes = 0
+        if pieces:
+            yield _join_to_rows(pieces)
+
+
+def _split_rows(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the full rows of a one-dimensional tensor as words, and its elements beyond them."""
+    # Conjugated and negated views only have a flag. These calls apply it.
+    flat = flat.resolve_conj().resolve_neg()
+    is_aligned = flat.storage_offset() * flat.itemsize % 8 == 0
     if not is_aligned:
         # A view as 64-bit words needs an offset of whole words. A clone has offset 0.
-        octets = octets.clone()
-    full_rows = octets.numel() // _ROW_BYTES
-    rows = octets[: full_rows * _ROW_BYTES].view(torch.int64).view(-1, _ROW_WORDS)
-    # The remaining bytes are one more row, which zeros fill up.
-    remaining = octets[full_rows * _ROW_BYTES :]
-    last_row = octets.new_zeros(_ROW_BYTES)
-    last_row[: remaining.numel()] = remaining
+        flat = flat.clone()
+    row_elements = _ROW_BYTES // flat.itemsize
+    end = flat.numel() // row_elements * row_elements
+    return flat[:end].view(torch.int64).view(-1, _ROW_WORDS), flat[end:]
 
-    rows_at_a_time = _CPU_ROWS if octets.device.type == "cpu" else _DEVICE_ROWS
-    # All chunks use the same scratch memory. To allocate memory takes longer than the digest, since
-    # the system fills each page with zeros.
-    scratch = torch.empty_like(rows[:rows_at_a_time])
-    row_sums: list[Tensor] = []
-    for chunk in rows.split(rows_at_a_time):
-        row_sums.append(_weighted_sums(chunk, word_weights, scratch[: chunk.shape[0]]))
-    last_words = last_row.view(torch.int64).view(1, _ROW_WORDS)
-    row_sums.append(_weighted_sums(last_words, word_weights, torch.empty_like(last_words)))
-    # The sums of the rows are the words of a single row, which is summed like the others.
-    sums = torch.cat(row_sums).view(1, -1)
-    row_weights = _odd_numbers(sums.numel(), octets.device)
-    return _weighted_sums(sums, row_weights, torch.empty_like(sums))[0]
+
+def _join_to_rows(pieces: list[Tensor]) -> Tensor:
+    """Copy one-dimensional tensors of one dtype to rows of words, which zeros fill up."""
+    first = pieces[0]
+    row_elements = _ROW_BYTES // first.itemsize
+    num_elements = sum(piece.numel() for piece in pieces)
+    # Without any element, this is one row of zeros.
+    padding = first.new_zeros(row_elements - num_elements % row_elements)
+    joined = torch.cat([*pieces, padding]).resolve_conj().resolve_neg()
+    return joined.view(torch.int64).view(-1, _ROW_WORDS)
 
 
 def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
