@@ -298,6 +298,12 @@ MISTAKES = [
         precision="16-mixed",
     ),
     Mistake(
+        "fabric.backward(loss); model(batch).mean().backward(); optimizer.step()",
+        "fabric.backward(loss), in place of loss.backward(), for every loss",
+        "fabric.backward(loss); fabric.backward(model(batch).mean()); optimizer.step()",
+        precision="16-mixed",
+    ),
+    Mistake(
         "fabric.backward(loss)\n"
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
         "optimizer.step()",

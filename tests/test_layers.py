@@ -39,6 +39,7 @@ LAYERS = [
         "communicators.recorded",
         "collectives",
         "optim.gradients",
+        "optim.gradient_watch",
         "optim.loss_scaler",
         "optim.clipping",
     ],
@@ -50,7 +51,6 @@ LAYERS = [
         "optim.parameter_lists",
         "module",
         "strategies.sequence_parallel",
-        "optim.gradient_watch",
         "optim.weight_sums",
         "optim.loss_weights",
     ],
@@ -82,7 +82,8 @@ ORDER = {
         "tested_versions digest stacks report_signal recorder rank_state deadlocks checker "
         "pass_checks hang_report published_states rank_observer hang_reporter drift replicas "
         "bypass batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
-        "evaluation_mode_check training_checks equal_draws loss_reduction loss_checks hand_steps"
+        "evaluation_mode_check unscaled_loss_check training_checks equal_draws loss_reduction "
+        "loss_checks hand_steps"
     ),
     "launchers": (
         "serialize base private_file terminal rank preemption supervisor global_state calling_rank "
@@ -90,7 +91,7 @@ ORDER = {
     ),
     "loggers": "loggers kubeflow progress",
     "optim": (
-        "gradients loss_scaler clipping closures parameter_lists weight_sums gradient_watch "
+        "gradients gradient_watch loss_scaler clipping closures parameter_lists weight_sums "
         "loss_weights ema step_guard"
     ),
     "strategies": (

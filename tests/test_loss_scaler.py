@@ -21,7 +21,7 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.optim.loss_scaler import LossScaler
 from fabric.precision import PRECISIONS, LossScale, Precision
 from tests.models import OneWeight
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 CPU = torch.device("cpu")
 OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -756,6 +756,53 @@ def scales_while_one_optimizer_accumulates(fabric: Fabric) -> list[float]:
 def test_ranks_have_the_same_loss_scale_while_one_of_two_optimizers_accumulates() -> None:
     scales = run_in_ranks(scales_while_one_optimizer_accumulates, precision="16-mixed")
     assert scales == [[65536.0] * 3] * 2
+
+
+# -- losses that are not scaled --------------------------------------------------------------------
+
+
+def mix_with_unscaled_losses(fabric: Fabric) -> dict[str, str]:
+    """Return the outcomes of backward passes without ``fabric.backward`` beside others with it."""
+    model, optimizer = set_up_with_sgd(fabric, nn.Linear(2, 2))
+    other_model, other_optimizer = set_up_with_sgd(fabric, nn.Linear(2, 2))
+    inputs = torch.ones(1, 2)
+
+    def scaled_pass() -> None:
+        loss = model(inputs).sum()
+        fabric.backward(loss)
+
+    outcomes: dict[str, str] = {}
+    scaled_pass()
+    model(inputs).sum().backward()
+    outcomes["after"] = outcome(optimizer.step)
+    outcomes["before another loss"] = outcome(scaled_pass)
+    outcomes["once more"] = outcome(scaled_pass)
+    optimizer.zero_grad()
+    scaled_pass()
+    outcomes["cleared"] = outcome(optimizer.step)
+    optimizer.zero_grad()
+    with fabric.no_backward_sync(model):
+        model(inputs).sum().backward()
+    outcomes["local"] = outcome(scaled_pass)
+    optimizer.zero_grad()
+    scaled_pass()
+    other_model(inputs).sum().backward()
+    outcomes["other optimizer"] = outcome(other_optimizer.step)
+    outcomes["first optimizer"] = outcome(optimizer.step)
+    return outcomes
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
+def test_a_loss_that_is_not_scaled_is_refused_beside_those_that_are(strategy: str) -> None:
+    ranks = 1 if strategy == "single_device" else 2
+    options = {"strategy": strategy, "ranks": ranks, "precision": SMALL}
+    for rank, outcomes in enumerate(run_in_ranks(mix_with_unscaled_losses, **options)):
+        assert outcomes.pop("cleared") == outcomes.pop("first optimizer") == "fine"
+        for name, text in outcomes.items():
+            assert text.startswith("UsageError"), name
+            assert f"on rank {rank}" in text
+            assert "its loss was not multiplied by the loss scale" in text
+            assert "fabric.backward(loss), in place of loss.backward(), for every loss" in text
 
 
 @pytest.mark.parametrize("precision", [SMALL, "32-true"])

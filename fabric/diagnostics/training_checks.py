@@ -28,6 +28,7 @@ from fabric.contract import GradientContract
 from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.diagnostics.digest import digests
 from fabric.diagnostics.evaluation_mode_check import EvaluationModeCheck
+from fabric.diagnostics.unscaled_loss_check import UnscaledLossCheck
 from fabric.errors import FabricError, UsageError
 from fabric.hooks import Hooks
 from fabric.optim.gradients import has_gradients
@@ -800,6 +801,17 @@ class SetupChecks:
         self._hooks.callback(before_step.remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
+        # None if the precision does not scale losses, or after the first steps.
+        self._unscaled_loss_check = self._build_unscaled_loss_check()
+
+    def _build_unscaled_loss_check(self) -> UnscaledLossCheck | None:
+        """Return the check of losses that are not scaled. None if the precision scales none."""
+        has_loss_scale = self._session.pending_change(None) is not None
+        if not has_loss_scale:
+            return None
+        self._backward.before.append(self._before_backward)
+        self._hooks.callback(self._backward.before.remove, self._before_backward)
+        return UnscaledLossCheck(self._optimizers, self._contracts, self._hooks)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Check the first steps of a set-up optimizer.
@@ -807,6 +819,8 @@ class SetupChecks:
         Called at setup, and again after the user has added parameter groups to the optimizer.
         """
         self._has_set_up_optimizer = True
+        if self._unscaled_loss_check is not None:
+            self._unscaled_loss_check.watch(optimizer)
         self._start_checks(optimizer, name=str(next(self._optimizer_numbers)))
 
     def on_param_groups_changed(self, optimizer: Optimizer) -> None:
@@ -865,12 +879,22 @@ class SetupChecks:
         )
         self._all_hooks.callback(checks.close)
 
+    def _before_backward(self) -> None:
+        """Check for losses that were not scaled. A function of ``Hooks.before``."""
+        if self._unscaled_loss_check is not None:
+            self._unscaled_loss_check.before_backward(
+                f"fabric.backward(loss) on rank {self._store.rank}"
+            )
+
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the gradients. A function of ``Hooks.after``."""
         self._clipping_check.record(self._optimizers)
+        if self._unscaled_loss_check is not None:
+            self._unscaled_loss_check.after_backward()
         if self._step_calls >= _CHECKED_STEPS_OF_ALL:
             # In _before_step(), the hooks could not be removed: torch iterates over them.
             self._hooks.close()
+            self._unscaled_loss_check = None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -884,7 +908,10 @@ class SetupChecks:
         trained = _trainable_parameters(optimizer)
         was_set_up = optimizer in self._optimizers
         if was_set_up:
-            self._clipping_check.check(optimizer, _request(optimizer, self._store.rank))
+            request = _request(optimizer, self._store.rank)
+            if self._unscaled_loss_check is not None:
+                self._unscaled_loss_check.check(optimizer, request)
+            self._clipping_check.check(optimizer, request)
             self.before_completion(optimizer)
         else:
             self._session.check_optimizers([optimizer])  # raises if it could not be set up
