@@ -80,10 +80,10 @@ ORDER = {
     ),
     "diagnostics": (
         "tested_versions digest stacks report_signal recorder rank_state deadlocks checker "
-        "pass_checks hang_report published_states rank_observer hang_reporter drift replicas "
-        "bypass batch_counts step_comparison uneven_inputs gradient_reads clipping_check "
-        "evaluation_mode_check unscaled_loss_check training_checks equal_draws loss_reduction "
-        "loss_checks hand_steps"
+        "pass_checks hang_report published_states rank_observer hang_reporter drift bypass "
+        "pass_order replicas batch_counts step_comparison uneven_inputs gradient_reads "
+        "clipping_check evaluation_mode_check unscaled_loss_check training_checks equal_draws "
+        "loss_reduction loss_checks hand_steps"
     ),
     "launchers": (
         "serialize base private_file terminal rank preemption supervisor global_state calling_rank "

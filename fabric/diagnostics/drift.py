@@ -28,12 +28,13 @@ _SAVE_BY_RANK = (
 class Kind(IntEnum):
     """The kinds of replicas. If several replicas differ, an error names one of the lowest kind."""
 
-    PARAMETER = 0
-    BUFFER = 1
-    STATE = 2  # of an optimizer
-    AVERAGE = 3
-    OPTION = 4  # of an optimizer
-    LOSS_SCALE = 5
+    PASSES = 0  # of models, whose order explains other differences
+    PARAMETER = 1
+    BUFFER = 2
+    STATE = 3  # of an optimizer
+    AVERAGE = 4
+    OPTION = 5  # of an optimizer
+    LOSS_SCALE = 6
 
 
 class ReplicaDetails(NamedTuple):
@@ -229,6 +230,12 @@ def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -
         differences: the replicas that differ. The text before these sentences has described the
             first of them.
     """
+    if differences[0].details.kind is Kind.PASSES:
+        yield (
+            "torch's collectives of different models have met, and the models have got the "
+            "gradients or weights of each other"
+        )
+        return
     steps = {rank: str(details.steps) for rank, details in enumerate(ranks)}
     if len(set(steps.values())) > 1:
         yield f"the number of optimizer steps since then differs: {_describe_values(steps)}"

@@ -28,6 +28,7 @@ from fabric.diagnostics.drift import (
     describe_drift,
     position_sums,
 )
+from fabric.diagnostics.pass_order import PassOrder
 from fabric.diagnostics.recorder import STEP, FlightRecorder
 from fabric.errors import ReplicaDriftError
 from fabric.hooks import Hooks
@@ -120,10 +121,12 @@ class WatchedObjects:
 
     Args:
         scaler: the loss scaler, or None.
+        pass_order: the order of the passes of several models.
     """
 
-    def __init__(self, scaler: LossScaler | None) -> None:
+    def __init__(self, scaler: LossScaler | None, pass_order: PassOrder) -> None:
         self._scaler = scaler
+        self._pass_order = pass_order
         # Each iterator gives the next object of its kind a number.
         self._module_numbers = count()
         self._optimizer_numbers = count()
@@ -170,6 +173,15 @@ class WatchedObjects:
                 candidates.extend(_states_of_optimizer(optimizer, number, layout))
         for averages, (number, contract) in self._averages.items():
             candidates.extend(_replicas_of_averages(averages, number, contract, layout))
+        for history in self._pass_order.histories:
+            order_of_passes = Replica(
+                key=history.topic,
+                name="the order of the latest passes",
+                kind=Kind.PASSES,
+                ranks=history.ranks or layout.all_ranks,
+                value=str(history),
+            )
+            candidates.append(order_of_passes)
         if self._scaler is not None:
             state = self._scaler.state_dict()
             value = f"{state['scale']} ({state['growth_tracker']} steps since its last change)"
@@ -213,6 +225,7 @@ class ReplicaComparison:
         communicator: all ranks of the job, at least two.
         scaler: the loss scaler, or None.
         recorder: counts the optimizer steps.
+        pass_order: the order of the passes of several models, which is compared, too.
 
     Attributes:
         watched: the objects whose replicas are compared. Modules are added by :meth:`watch_module`.
@@ -221,10 +234,14 @@ class ReplicaComparison:
     """
 
     def __init__(
-        self, communicator: Communicator, scaler: LossScaler | None, recorder: FlightRecorder
+        self,
+        communicator: Communicator,
+        scaler: LossScaler | None,
+        recorder: FlightRecorder,
+        pass_order: PassOrder,
     ) -> None:
         """Start without modules and optimizers."""
-        self.watched = WatchedObjects(scaler)
+        self.watched = WatchedObjects(scaler, pass_order)
         self.is_paused = False
         self._communicator = communicator
         self._recorder = recorder
