@@ -142,6 +142,30 @@ def step_after_half_of_a_window(fabric: Fabric) -> None:
             optimizer.zero_grad()
 
 
+def clear_before_each_micro_batch(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(16, 4)))
+    for batch, last in fabric.accumulate(loader, steps=4):
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = model(batch).sum()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+        if last:
+            optimizer.step()
+
+
+def clear_after_each_micro_batch(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(16, 4)))
+    for batch, last in fabric.accumulate(loader, steps=4):
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = model(batch).sum()
+            fabric.backward(loss)
+        if last:
+            optimizer.step()
+        model.zero_grad(set_to_none=False)
+
+
 def foreign_parameter(fabric: Fabric) -> None:
     net = OneWeight()
     temperature = nn.Parameter(torch.ones(3))
@@ -179,6 +203,8 @@ MISTAKES: dict[Case, str] = {
     set_to_zero_before_step: "were cleared before the step, 2 times in a row",
     step_after_each_micro_batch: "at micro-batch 1 of 4 of a window of fabric.accumulate",
     step_after_half_of_a_window: "at micro-batch 2 of 4 of a window of fabric.accumulate",
+    clear_before_each_micro_batch: "were cleared within the window of fabric.accumulate",
+    clear_after_each_micro_batch: "in 2 windows in a row",
     foreign_parameter: (
         "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has"
     ),
@@ -223,6 +249,8 @@ def loops_that_do_not_train_in_one_process(fabric: Fabric) -> dict[str, str]:
         set_to_zero_before_step,
         step_after_each_micro_batch,
         step_after_half_of_a_window,
+        clear_before_each_micro_batch,
+        clear_after_each_micro_batch,
     ]
     return outcomes(fabric, cases)
 
@@ -585,6 +613,20 @@ def dropped_batches(fabric: Fabric) -> None:
         optimizer.zero_grad()
 
 
+def dropped_micro_batches(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(24, 4)))
+    for index, (batch, last) in enumerate(fabric.accumulate(loader, steps=3)):
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = model(batch).sum()
+            fabric.backward(loss)
+        if index in (0, 1, 3):
+            optimizer.zero_grad()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def hinge(fabric: Fabric) -> None:
     """Step with gradients that are exactly zero."""
     model, optimizer = make(fabric)
@@ -704,6 +746,7 @@ HABITS: list[Case] = [
     accumulation,
     critic_that_steps_within_windows,
     dropped_batches,
+    dropped_micro_batches,
     hinge,
     frozen_encoder,
     gradients_dropped_on_purpose,

@@ -382,6 +382,59 @@ class _StepsWithClearedGradients:
         self._has_new_gradient = False
 
 
+class _ClearedWindows:
+    """Counts windows of ``fabric.accumulate`` of which only the last backward pass counts.
+
+    The user has cleared the gradients of the earlier passes. Once gradients of a pass were kept for
+    the next one, no later window counts: the loop then clears single micro-batches on purpose.
+
+    Attributes:
+        num_cleared: the number of such windows in a row, without the one whose step is about to be
+            made.
+    """
+
+    def __init__(self) -> None:
+        self.num_cleared = 0
+        # Whether the latest backward pass since the latest step has left gradients for the rest of
+        # its window. after_backward() sets it.
+        self._has_open_gradient = False
+        # Whether such gradients were cleared since the latest step, and ever kept.
+        self._has_cleared = False
+        self._has_kept = False
+
+    def before_backward(self, optimizer: Optimizer) -> None:
+        """Record whether the gradients of the earlier passes of the window are still there."""
+        if not self._has_open_gradient:
+            return
+        if has_gradients(optimizer):
+            self._has_kept = True
+        else:
+            self._has_cleared = True
+
+    def after_backward(self, optimizer: Optimizer, is_window_open: bool) -> None:
+        """Record whether a backward pass has left gradients.
+
+        Args:
+            optimizer: the optimizer.
+            is_window_open: whether the window has more micro-batches.
+        """
+        self._has_open_gradient = is_window_open and has_gradients(optimizer)
+
+    @property
+    def is_step_partial(self) -> bool:
+        """Whether a step now has only the gradients of the last backward pass of its window."""
+        return self._has_cleared and not self._has_kept
+
+    def after_step(self) -> None:
+        """Record that the step was made."""
+        if self.is_step_partial:
+            self.num_cleared += 1
+        else:
+            self.num_cleared = 0
+        self._has_open_gradient = False
+        self._has_cleared = False
+
+
 # [Note: Training checks]
 # Some mistakes raise no error and only spoil the result: gradients that never arrive or are not
 # reduced yet, and replicas that drift apart. Hooks around an optimizer's first steps check for them
@@ -434,6 +487,7 @@ class TrainingChecks:
         self._window_check = window_check
         self._comparison = _FingerprintComparison(self._class_name, name, contracts, store)
         self._cleared_steps = _StepsWithClearedGradients()
+        self._cleared_windows = _ClearedWindows()
         # The number of calls of step(), also of steps without gradients.
         self._step_calls = 0
         # Whether a step was made while this rank had only empty shards of what the optimizer
@@ -449,6 +503,8 @@ class TrainingChecks:
         self._hooks.callback(before_step.remove)
         after_step = optimizer.register_step_post_hook(self._after_step)
         self._hooks.callback(after_step.remove)
+        backward.before.append(self._before_backward)
+        self._hooks.callback(backward.before.remove, self._before_backward)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
@@ -468,7 +524,15 @@ class TrainingChecks:
         is_over = has_made_steps or has_made_calls or self._has_missed_steps
         return is_over or self._optimizer() is None
 
-    # -- after a backward pass ------------------------------------------------------------------
+    # -- around a backward pass -----------------------------------------------------------------
+
+    def _before_backward(self) -> None:
+        """Record which gradients were kept. A function of ``Hooks.before``."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            for contract in self._contracts:
+                contract.take_back_gradients()
+            self._cleared_windows.before_backward(optimizer)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Check the latest step and the gradients. A function of ``Hooks.after``.
@@ -483,6 +547,7 @@ class TrainingChecks:
             # Gradients are recorded here and before the step: the user may clear them in between.
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
+            self._cleared_windows.after_backward(optimizer, self._window_check.is_window_open)
             self._comparison.check_latest_step()
             self._comparison.after_backward(optimizer, loss)
             # A rank that has only empty shards has no gradient. It counts no steps, so every other
@@ -523,6 +588,7 @@ class TrainingChecks:
         self._check_some_gradient(trained_ids)
         self._warn_of_no_backward(trained_ids)
         self._check_not_cleared(optimizer)
+        self._check_whole_window()
 
     def _check_values(self, trained_ids: set[int]) -> None:
         """Raise if parameters of a trained model are NaN, as after ``empty_init=True``.
@@ -657,6 +723,23 @@ class TrainingChecks:
                 f"{_TURN_OFF}",
             )
 
+    def _check_whole_window(self) -> None:
+        """Raise at the second step that has only the gradients of the last micro-batch.
+
+        A single such step is not an error. With several optimizers, the loss of one of them may
+        leave gradients that are meant to be cleared.
+        """
+        num_cleared = self._cleared_windows.num_cleared + 1
+        is_repeated = self._cleared_windows.is_step_partial and num_cleared >= _CHECKED_STEPS
+        if is_repeated and self._window_check.has_one_optimizer:
+            self._raise_usage_error(
+                problem="the gradients of all micro-batches but the last were cleared within the "
+                f"window of fabric.accumulate, in {num_cleared} windows in a row",
+                expected="zero_grad() after the step at the last micro-batch of each window",
+                suggestion="if last: optimizer.step(); optimizer.zero_grad(), and no other "
+                f"zero_grad() in the loop; {_TURN_OFF}",
+            )
+
     def _record_gradients(self, optimizer: Optimizer) -> set[int]:
         """Record which parameters have a gradient now.
 
@@ -685,6 +768,7 @@ class TrainingChecks:
             UsageError: the replicas of this rank and of the first rank differ.
         """
         self._cleared_steps.after_step()
+        self._cleared_windows.after_step()
         trained = _trainable_parameters(optimizer)
         # A step that is skipped after an overflow has no gradients, and is not counted.
         has_gradient = bool(_ids_with_gradient(trained))
@@ -719,6 +803,16 @@ class _WindowCheck:
         self._rank = rank
         # The set-up optimizers that have stepped before the end of a window.
         self._stepped_too_early: WeakSet[Optimizer] = WeakSet()
+
+    @property
+    def has_one_optimizer(self) -> bool:
+        """Whether a single optimizer is set up."""
+        return len(self._optimizers) == 1
+
+    @property
+    def is_window_open(self) -> bool:
+        """Whether the window of the current micro-batch has more micro-batches."""
+        return self._session.open_micro_batch() is not None
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if every set-up optimizer has stepped before the end of some window.
