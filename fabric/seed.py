@@ -21,6 +21,7 @@ from fabric.errors import ConfigurationError
 __all__ = [
     "RandomStreams",
     "WorkerSeeding",
+    "WorkerStreams",
     "rng_state",
     "sample_generator",
     "seed_everything",
@@ -31,6 +32,8 @@ __all__ = [
 
 # Seeds are below this number, since numpy's legacy generator takes at most 32 bits.
 _SEED_LIMIT = 2**32
+# The process-wide streams, in the order in which WorkerStreams has them.
+_GLOBAL_STREAMS = ("python", "numpy", "torch")
 
 
 def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = False) -> int:
@@ -93,6 +96,41 @@ def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(sample_seed)
 
 
+class WorkerStreams:
+    """The random streams that a user's ``worker_init_fn`` has seeded in the first worker.
+
+    The worker writes digests of them to memory that it shares with the process of the loader.
+
+    Args:
+        name: the name of the loader, the same on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # 0 stands for a stream that worker_init_fn has left alone.
+        self._digests = torch.zeros(len(_GLOBAL_STREAMS), dtype=torch.int64).share_memory_()
+
+    def record(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        """Record which streams have changed. Called in the worker.
+
+        Args:
+            before: the :func:`stream_digests` before the call of ``worker_init_fn``.
+            after: the digests after the call.
+        """
+        for index, name in enumerate(_GLOBAL_STREAMS):
+            if name in after and after[name] != before.get(name):
+                # 7 bytes, so that the number fits into an int64.
+                self._digests[index] = int(after[name][:14], base=16)
+
+    def digests(self) -> dict[str, int]:
+        """Return digests of the recorded streams, by the name of the stream.
+
+        Empty before the first batch, and for a ``worker_init_fn`` that leaves the streams alone.
+        """
+        digests = dict(zip(_GLOBAL_STREAMS, self._digests.tolist(), strict=True))
+        return {name: digest for name, digest in digests.items() if digest != 0}
+
+
 @dataclass(frozen=True)
 class WorkerSeeding:
     """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently.
@@ -105,18 +143,27 @@ class WorkerSeeding:
     Attributes:
         rank: the global rank of the process that owns the workers.
         worker_init_fn: the user's own ``worker_init_fn``, called last, or None.
+        streams: gets the streams that ``worker_init_fn`` seeds in the first worker. None, the
+            default, does not look at them.
     """
 
     rank: int
     worker_init_fn: Callable[[int], None] | None = None
+    streams: WorkerStreams | None = None
 
     def __call__(self, worker_id: int) -> None:
         """Seed this worker process. The DataLoader calls the object in each worker."""
         if self.rank > 0:
             # The initial seed is the seed that torch has given to this worker.
             _seed_streams(torch.initial_seed(), self.rank)
-        if self.worker_init_fn is not None:
+        if self.worker_init_fn is None:
+            return
+        if self.streams is None or worker_id > 0:
             self.worker_init_fn(worker_id)
+            return
+        before = stream_digests()
+        self.worker_init_fn(worker_id)
+        self.streams.record(before, stream_digests())
 
 
 @dataclass(frozen=True)
@@ -193,7 +240,7 @@ def rng_state() -> dict[str, Any]:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)``
         reads it back.
     """
-    state = RandomStreams(("python", "numpy", "torch")).state()
+    state = RandomStreams(_GLOBAL_STREAMS).state()
     # None if this process has used no GPU or other accelerator yet.
     hardware = initialized_device_module()
     if hardware is not None:
@@ -210,7 +257,7 @@ def stream_digests() -> dict[str, str]:
     Equal texts mean equal states. Of the streams of a GPU or other accelerator, only the stream of
     the current device counts.
     """
-    state = RandomStreams(("python", "numpy", "torch")).state()
+    state = RandomStreams(_GLOBAL_STREAMS).state()
     hardware = initialized_device_module()
     # The state cannot be read while a CUDA graph is captured.
     if hardware is not None and not _is_capturing(hardware.module):

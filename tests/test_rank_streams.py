@@ -286,6 +286,75 @@ def test_equal_random_numbers_are_not_named_without_the_checks_of_training() -> 
     assert warnings_of_training(dropout, own_samples, check_training=False) == []
 
 
+# -- seeds of loader workers ----------------------------------------------------------------------
+
+
+def seed_numpy_by_id(worker_id: int) -> None:
+    numpy.random.seed(worker_id)
+
+
+def seed_all_by_id(worker_id: int) -> None:
+    numpy.random.seed(worker_id)
+    torch.manual_seed(worker_id)
+    random.seed(worker_id)
+
+
+def seed_numpy_as_torch(worker_id: int) -> None:
+    numpy.random.seed(torch.initial_seed() % 2**32)
+
+
+def seed_nothing(worker_id: int) -> None:
+    pass
+
+
+def add_noise(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + float(numpy.random.random())
+
+
+def train_with_worker(fabric: Fabric, worker_init_fn: Callable[[int], None] | None) -> list[str]:
+    """Train for an epoch, and return the warnings with their files."""
+    module = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    loader = DataLoader(
+        list(torch.ones(16, 4)),
+        batch_size=2,
+        num_workers=1,
+        collate_fn=add_noise,
+        worker_init_fn=worker_init_fn,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in fabric.setup_dataloaders(loader):
+            fabric.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [f"{warning.filename}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("worker_init_fn", "strategy", "streams"),
+    [
+        (seed_numpy_by_id, "ddp", "(numpy)"),
+        (seed_all_by_id, "fsdp", "(python, numpy, torch)"),
+    ],
+)
+def test_a_worker_init_fn_that_seeds_by_the_id_of_the_worker_is_named_once(
+    worker_init_fn: Callable[[int], None], strategy: str, streams: str
+) -> None:
+    first, second = run_in_ranks(train_with_worker, worker_init_fn, strategy=strategy)
+    [text] = first + second
+    assert text.startswith(__file__)
+    assert f"the same random numbers {streams}, as by seeds from the id of the worker" in text
+    assert "torch.initial_seed() % 2**32" in text
+
+
+@pytest.mark.parametrize("worker_init_fn", [seed_numpy_as_torch, seed_nothing, None])
+def test_other_worker_init_fns_are_not_named(
+    worker_init_fn: Callable[[int], None] | None,
+) -> None:
+    assert run_in_ranks(train_with_worker, worker_init_fn) == [[], []]
+
+
 # -- the whole work on every process --------------------------------------------------------------
 
 GRAPH = torch.ones(5, 4)

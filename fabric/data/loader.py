@@ -32,7 +32,7 @@ from fabric.data.spec import shard as shard_loader
 from fabric.diagnostics.batch_counts import DividedOrder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fabric.seed import RandomStreams, WorkerSeeding
+from fabric.seed import RandomStreams, WorkerSeeding, WorkerStreams
 
 __all__ = [
     "BatchSource",
@@ -256,8 +256,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             name=name,
         )
         spec = shard_loader(prepared, shard_request)
-        if seed_workers:
-            _seed_workers_by_rank(prepared, job.rank, spec)
+        worker_streams = None
+        if seed_workers and not spec.is_sharded_in_rounds:
+            worker_streams = _seed_workers_by_rank(prepared, job, name)
         dataset_keeps_position = _dataset_keeps_position(loader, spec)
         if dataset_keeps_position and spec.batch_size is not None:
             # collate_fn gets all samples of a batch. A short batch shows that the dataset ended.
@@ -285,6 +286,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             _latest_position=None,
             _has_warned_of_repetitions=False,
             _epoch_targets=_find_epoch_targets(spec),
+            _worker_streams=worker_streams,
         )
 
     # torch declares a private class of iterators.
@@ -329,7 +331,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         batches = self._job.session.observe_batches(batches)
         # The start of a loop has a number of its own, to compare it with batches of other loops.
         start_number = next(self._job.batch_numbers)
-        loop = ActiveLoop(self._spec, position, batch_number=start_number)
+        loop = ActiveLoop(
+            self._spec, position, batch_number=start_number, worker_streams=self._worker_streams
+        )
         return position, self._yield_batches(loop, batches)
 
     def _begin_position(self, saved: Mapping[str, Any] | None) -> EpochPosition:
@@ -867,17 +871,26 @@ def _check_arguments(loader: Any, uneven: str) -> None:
         )
 
 
-def _seed_workers_by_rank(loader: DataLoader[Any], rank: int, spec: LoaderSpec) -> None:
+def _seed_workers_by_rank(
+    loader: DataLoader[Any], job: DataParallelJob, name: str
+) -> WorkerStreams | None:
     """Give the workers of a prepared loader other random streams on each rank. Called at setup.
 
-    Rank 0's workers keep torch's streams. The workers of an iterable dataset that fabric shards
-    keep them, too, since they need the same streams on all ranks.
+    Rank 0's workers keep torch's streams. Not called for an iterable dataset that fabric shards,
+    whose workers need the same streams on all ranks.
+
+    Returns:
+        The streams that the user's ``worker_init_fn`` will seed. None if there is nothing to
+        compare with other ranks.
     """
-    if rank == 0 or spec.is_sharded_in_rounds:
-        return
-    seeding = WorkerSeeding(rank, loader.worker_init_fn)
-    # Not setattr(), which may call the __setattr__ of a user's class.
-    object.__setattr__(loader, "worker_init_fn", seeding)
+    streams = None
+    if loader.worker_init_fn is not None and loader.num_workers > 0 and job.num_replicas > 1:
+        streams = WorkerStreams(name)
+    if job.rank > 0 or streams is not None:
+        seeding = WorkerSeeding(job.rank, loader.worker_init_fn, streams)
+        # Not setattr(), which may call the __setattr__ of a user's class.
+        object.__setattr__(loader, "worker_init_fn", seeding)
+    return streams
 
 
 def _dataset_keeps_position(loader: DataLoader[Any], spec: LoaderSpec) -> bool:

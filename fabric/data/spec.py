@@ -24,7 +24,7 @@ from fabric.data.sharding import (
     SynchronizedStreams,
 )
 from fabric.errors import ConfigurationError
-from fabric.seed import RandomStreams
+from fabric.seed import RandomStreams, WorkerStreams
 
 __all__ = ["ActiveLoop", "LoaderSpec", "ShardRequest", "Uneven", "shard"]
 
@@ -256,11 +256,14 @@ class ActiveLoop:
         previous_batch_number: number of the batch before the latest. At the first batch, number of
             the start. Negative before the first batch.
         was_gathered_for_metrics: whether ``fabric.gather_for_metrics`` was called in the loop.
+        worker_streams: the random streams that the user's ``worker_init_fn`` seeds. None if there
+            is none, or if ranks need not have different streams.
     """
 
     spec: LoaderSpec
     position: EpochPosition
     batch_number: int
+    worker_streams: WorkerStreams | None = None
     previous_batch_number: int = -1
     was_gathered_for_metrics: bool = False
 

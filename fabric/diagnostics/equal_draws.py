@@ -3,8 +3,8 @@
 import json
 import os
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fabric.diagnostics.digest import digests
 from fabric.hooks import Hooks
-from fabric.seed import stream_digests
+from fabric.seed import WorkerStreams, stream_digests
 from fabric.store import JobStore
 from fabric.tree import flatten
 
@@ -20,6 +20,16 @@ __all__ = ["EqualDrawsCheck"]
 
 _CHECKED_PASSES = 3  # training passes of each module, and backward passes
 _COMPARED_REPLICAS = (0, 1)  # a mistake in the seeds shows in any two replicas
+
+
+class _Loop(Protocol):
+    """A loop over a set-up loader that is running.
+
+    Attributes:
+        worker_streams: the random streams that the user's ``worker_init_fn`` seeds, or None.
+    """
+
+    worker_streams: WorkerStreams | None
 
 
 class _Draws(NamedTuple):
@@ -52,6 +62,12 @@ class _Draws(NamedTuple):
 # losses, in the first backward passes. The losses alone do not tell: a loss of gathered embeddings
 # is equal on all ranks.
 #
+# [Note: Equal workers]
+# fabric gives the workers of a loader different streams on each rank. A `worker_init_fn` that seeds
+# them by the id of the worker alone gives all ranks the same augmentations again. In the first
+# backward passes, two replicas compare the streams that `worker_init_fn` has seeded, for the
+# loaders whose loops are running then.
+#
 # The replicas compare through the store and never by a collective, as in `training_checks.py`. The
 # replica that comes first writes its numbers, and the other replica warns if its numbers are equal.
 class EqualDrawsCheck:
@@ -63,6 +79,7 @@ class EqualDrawsCheck:
         store: the store in which the replicas compare their streams.
         replica: index of the data-parallel replica of this rank.
         loaders: the set-up loaders. Later ones are seen, too.
+        loops: the loops over set-up loaders that are running now.
         backward: the hooks around backward passes.
 
     Attributes:
@@ -70,13 +87,21 @@ class EqualDrawsCheck:
     """
 
     def __init__(
-        self, store: JobStore, replica: int, loaders: Collection[object], backward: Hooks
+        self,
+        store: JobStore,
+        replica: int,
+        loaders: Collection[object],
+        loops: Sequence[_Loop],
+        backward: Hooks,
     ) -> None:
         """Add a function to the hooks around backward passes. :meth:`watch` adds others."""
         self.store = store
         self.replica = replica
         self.has_warned = False
         self._loaders = loaders
+        self._loops = loops
+        # The names of the loaders whose workers have been compared.
+        self._compared_loaders: set[str] = set()
         # Digests from the first passes: of the outputs of all modules, and of the losses.
         self._outputs: list[int] = []
         self._losses: list[int] = []
@@ -125,9 +150,14 @@ class EqualDrawsCheck:
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the loss, and end the check after enough passes. A function of ``Hooks.after``."""
         self._num_backward_passes += 1
-        if error is None and not self._loaders and self.replica in _COMPARED_REPLICAS:
+        is_compared = error is None and self.replica in _COMPARED_REPLICAS
+        if is_compared and not self._loaders:
             self._losses += digests([loss])
             self._compare_work()
+        if is_compared:
+            for loop in self._loops:
+                if loop.worker_streams is not None:
+                    self._compare_workers(loop.worker_streams)
         if self._num_backward_passes >= _CHECKED_PASSES or self.has_warned:
             self.close()
 
@@ -155,6 +185,40 @@ class EqualDrawsCheck:
             "process does the whole work. Give each its part of the data, "
             "data[fabric.global_rank :: fabric.world_size] or fabric.setup_dataloaders(loader). "
             "Data that is one whole, such as a graph, needs one process, Fabric(devices=1); "
+            "Fabric(check_training=False) if this is meant",
+            # The line of fabric.backward(): past this method, _after_backward() and backward().
+            stacklevel=4,
+        )
+
+    def _compare_workers(self, streams: WorkerStreams) -> None:
+        """Warn if the other replica's workers have the same streams. See [Note: Equal workers].
+
+        Args:
+            streams: the streams that the ``worker_init_fn`` of a loader has seeded.
+        """
+        digests_of_streams = streams.digests()
+        if streams.name in self._compared_loaders or not digests_of_streams:
+            return
+        self._compared_loaders.add(streams.name)
+        content = json.dumps([self.replica, digests_of_streams]).encode()
+        # Writes these digests if the other replica has written none. Returns those in the store.
+        first = self.store.set_if_absent(f"equal workers/{streams.name}", content)
+        first_replica, first_digests = json.loads(first)
+        equal_names: list[str] = []
+        for name, digest in digests_of_streams.items():
+            if first_digests.get(name) == digest:
+                equal_names.append(name)
+        # Ranks of one replica load the same batches by design.
+        if first_replica == self.replica or not equal_names:
+            return
+        self.has_warned = True
+        lower_replica, higher_replica = _COMPARED_REPLICAS
+        warnings.warn(
+            f"the worker_init_fn of a DataLoader gives the first workers of replicas "
+            f"{lower_replica} and {higher_replica} of the model the same random numbers "
+            f"({', '.join(equal_names)}), as by seeds from the id of the worker alone: their "
+            "augmentations are equal. Leave the seeding out, since torch and fabric seed python, "
+            "numpy and torch in each worker, or use the seed torch.initial_seed() % 2**32; "
             "Fabric(check_training=False) if this is meant",
             # The line of fabric.backward(): past this method, _after_backward() and backward().
             stacklevel=4,
