@@ -1105,3 +1105,42 @@ def test_a_sharded_state_dict_is_saved_as_a_file_of_whole_tensors(tmp_path: Path
         loaded = torch.load(tmp_path / name, weights_only=True)
         torch.testing.assert_close(dict(loaded), dict(expected))
         NormNet().load_state_dict(loaded)
+
+
+def save_nested_shards(fabric: Fabric, folder: Path) -> list[str]:
+    """Return the errors of saves of shards in dicts and lists, and follow what they say."""
+    torch.manual_seed(0)
+    net = NormNet()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    weight = model.out.weight.detach()
+    wrong_states = [
+        {"model": model.state_dict(), "step": 1},
+        {"optimizer": optimizer.state_dict()},
+        {"weights": [weight]},
+    ]
+    texts: list[str] = []
+    for state in wrong_states:
+        texts.append(outcome(lambda state=state: fabric.save(folder / "wrong", state)))
+    full_weight = full_tensor(weight)
+    state = {"model": model, "optimizer": optimizer, "weights": [full_weight]}
+    fabric.save(folder / "right", state)
+    loaded: dict[str, Any] = fabric.load(folder / "right")
+    assert torch.equal(loaded["model"]["out.weight"], full_weight)
+    assert torch.equal(loaded["weights"][0], full_weight)
+    return texts
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+def test_shards_within_an_entry_are_refused_with_the_object_to_save(
+    tmp_path: Path, state_dict_type: Any
+) -> None:
+    strategy = FSDPStrategy(state_dict_type=state_dict_type)
+    for texts in run_in_ranks(save_nested_shards, tmp_path, strategy=strategy):
+        for text, entry in zip(texts, ("model", "optimizer", "weights"), strict=True):
+            assert f"save state['{entry}']" in text
+            assert "this rank has a part of the tensor" in text
+        assert "{'model': model}" in texts[0]
+        assert "{'optimizer': optimizer}" in texts[1]
+        assert "value.full_tensor(), on all ranks" in texts[2]

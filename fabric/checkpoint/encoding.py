@@ -396,6 +396,13 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
         # For example "{'args': vars(args)}": the same entry, with a dict as its value.
         entry_name = path[-1] if path else "args"
         suggestion = f"{{{entry_name!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
+    is_dtensor = hasattr(value, "full_tensor")
+    if is_dtensor:
+        problem = "this rank has a part of the tensor, as in the state_dict() of a sharded module"
+        suggestion = (
+            f"{{{path[0]!r}: model}} or {{{path[0]!r}: optimizer}}, the set-up object itself in "
+            "place of its state_dict(); or the whole tensor: value.full_tensor(), on all ranks"
+        )
     return ArgumentTypeError(
         f"save {expression}, a {kind.__module__}.{kind.__qualname__}",
         problem,
