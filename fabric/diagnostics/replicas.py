@@ -14,7 +14,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric._torch import local_tensor
@@ -85,7 +84,7 @@ class Replica(NamedTuple):
         if self.setup_digest is not None:
             # A buffer that all ranks replace may have another shape on each of them.
             return self.key
-        return f"{self.key} {self.value.dtype} {tuple(self.value.shape)}"
+        return f"{self.key} {self.value.dtype} {self.value.shape}"
 
 
 class _WatchedModule(NamedTuple):
@@ -139,8 +138,9 @@ class WatchedObjects:
         """Add a module. Called at its setup, when its buffers are equal on all ranks."""
         buffers: dict[str, Tensor] = {}
         for name, tensor in contract.replicas().items():
-            if not isinstance(tensor, nn.Parameter) and _is_comparable(tensor):
-                buffers[name] = tensor
+            part = _comparable_part(tensor)
+            if not isinstance(tensor, nn.Parameter) and part is not None:
+                buffers[name] = part
         buffer_digests = dict(zip(buffers, digests(buffers.values()), strict=True))
         self._modules[contract] = _WatchedModule(next(self._module_numbers), buffer_digests)
 
@@ -298,20 +298,19 @@ class ReplicaComparison:
             ReplicaDriftError: the ranks have other replicas or other numbers. All ranks raise it.
         """
         comparison = self._collect(request, saved)
-        rank = self._communicator.rank
-        self._check(
-            comparison, _weighted_digest(rank, comparison.replicas, _digest_of_descriptions)
-        )
+        self._check(comparison, comparison.digest_of_descriptions)
         return comparison
 
     def _collect(self, request: str, saved: Collection[object] | None) -> "TensorComparison":
         """Return a comparison of all replicas, which has not started."""
+        rank = self._communicator.rank
         replicas = self.watched.replicas(self._communicator.size, saved)
         steps = self._recorder.counts.get(STEP, 0)
         comparison = TensorComparison(
             comparison=self,
-            rank=self._communicator.rank,
+            rank=rank,
             replicas=replicas,
+            digest_of_descriptions=_weighted_digest(rank, replicas, _digest_of_descriptions),
             request=request,
             saved=saved,
             steps=steps,
@@ -468,6 +467,8 @@ class TensorComparison:
         comparison: compares the digests of all ranks.
         rank: this rank.
         replicas: the replicas of this rank. No tensor is read before :meth:`take_digest`.
+        digest_of_descriptions: the weighted digest of what the replicas are, and of the numbers
+            among them.
         request: where the comparison takes place, for the error.
         saved: the objects that a save writes. None outside of a save.
         steps: the number of optimizer steps so far.
@@ -477,6 +478,7 @@ class TensorComparison:
     comparison: ReplicaComparison
     rank: int
     replicas: Sequence[Replica]
+    digest_of_descriptions: int
     request: str
     saved: Collection[object] | None
     steps: int
@@ -488,7 +490,9 @@ class TensorComparison:
         """Read the replicas, in the first call. Not a collective."""
         if self._digest is None:
             replicas = _with_texts_of_buffers(self.replicas)
-            self._digest = _weighted_digest(self.rank, replicas, _digest)
+            digest_of_values = _weighted_digest(self.rank, replicas, _digest_of_values)
+            # The sum over all ranks is zero if both digests are equal on all ranks.
+            self._digest = (self.digest_of_descriptions + digest_of_values) % _MODULUS
 
     def finish(self) -> None:
         """Compare the digests of all ranks, which have taken them. Collective.
@@ -530,15 +534,17 @@ class _Layout:
         # By the id() of the parameter.
         self._parameters: dict[int, _KnownParameter] = {}
 
-    def add(self, parameter: Tensor, name: str) -> None:
-        """Add a parameter of a set-up module with its name for errors."""
-        self._parameters[id(parameter)] = _KnownParameter(name, self.ranks_of(parameter))
+    def add(self, parameter: Tensor, name: str) -> tuple[int, ...]:
+        """Add a parameter of a set-up module with its name for errors, and return its ranks."""
+        ranks = self._ranks_of(parameter)
+        self._parameters[id(parameter)] = _KnownParameter(name, ranks)
+        return ranks
 
     def find(self, parameter: Tensor) -> _KnownParameter | None:
         """Return the name and the ranks of a parameter. None if it was not added."""
         return self._parameters.get(id(parameter))
 
-    def ranks_of(self, tensor: Any) -> tuple[int, ...]:
+    def _ranks_of(self, tensor: Any) -> tuple[int, ...]:
         """Return the ranks that hold the same part of a tensor. Of a plain tensor, all ranks."""
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is None:
@@ -581,7 +587,8 @@ def _replicas_of_module(
         layout: which ranks hold a parameter alike. The parameters of the module are added to it.
     """
     for name, tensor in contract.replicas().items():
-        if not _is_comparable(tensor):
+        part = _comparable_part(tensor)
+        if part is None:
             continue
         if name in watched.buffer_digests:
             yield Replica(
@@ -589,18 +596,17 @@ def _replicas_of_module(
                 name=f"the buffer {name} of {contract.title}",
                 kind=Kind.BUFFER,
                 ranks=layout.all_ranks,
-                value=local_tensor(tensor),
+                value=part,
                 setup_digest=watched.buffer_digests[name],
             )
         elif isinstance(tensor, nn.Parameter):
             title = f"{name} of {contract.title}"
-            layout.add(tensor, title)
             yield Replica(
                 key=f"parameter {watched.number} {name}",
                 name=title,
                 kind=Kind.PARAMETER,
-                ranks=layout.ranks_of(tensor),
-                value=local_tensor(tensor),
+                ranks=layout.add(tensor, title),
+                value=part,
                 parameter=tensor,
             )
 
@@ -621,11 +627,12 @@ def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> 
             continue
         # The state has names such as "exp_avg".
         for state_name, value in state.items():
-            if isinstance(value, Tensor) and _is_comparable(value):
-                replicated_value = local_tensor(value)
+            replicated_value = None
+            if isinstance(value, Tensor):
+                replicated_value = _comparable_part(value)
             elif _is_number(value):
                 replicated_value = repr(value)
-            else:
+            if replicated_value is None:
                 continue
             yield Replica(
                 key=f"state {number} {state_name} {known_parameter.name}",
@@ -682,7 +689,8 @@ def _replicas_of_averages(
     replicated_parameters = contract.replicas()
     has_replicas = False
     for name, average in averages._averages_of_parameters().items():
-        if name not in replicated_parameters or not _is_comparable(average):
+        part = _comparable_part(average)
+        if name not in replicated_parameters or part is None:
             continue
         known_parameter = layout.find(replicated_parameters[name])
         if known_parameter is None:
@@ -693,7 +701,7 @@ def _replicas_of_averages(
             name=f"the average of {known_parameter.name}",
             kind=Kind.AVERAGE,
             ranks=known_parameter.ranks,
-            value=local_tensor(average),
+            value=part,
         )
     if has_replicas:
         # Like an option, the number must be equal on all ranks, also on ranks with other shards.
@@ -707,12 +715,15 @@ def _replicas_of_averages(
         )
 
 
-def _is_comparable(tensor: Tensor) -> bool:
-    """Return whether the bits of a tensor can be read."""
-    local = local_tensor(tensor)
-    # The bits of a tensor of a subclass may be in other tensors.
-    is_plain = type(local) in (Tensor, nn.Parameter) and not is_lazy(local)
-    return is_plain and local.layout is torch.strided and not local.is_meta
+def _comparable_part(tensor: Tensor) -> Tensor | None:
+    """Return the part of a tensor on this rank. None if its bits cannot be read."""
+    part = local_tensor(tensor)
+    # The bits of a tensor of a subclass may be in other tensors. Lazy tensors have none yet, and
+    # are of a subclass, too.
+    is_plain = type(part) is Tensor or type(part) is nn.Parameter
+    if is_plain and part.layout is torch.strided and not part.is_meta:
+        return part
+    return None
 
 
 def _is_number(value: object) -> bool:
@@ -749,7 +760,7 @@ def _with_texts_of_buffers(replicas: Sequence[Replica]) -> list[Replica]:
 
 
 def _weighted_digest(
-    rank: int, replicas: Iterable[Replica], digest: Callable[[Iterable[Replica]], int]
+    rank: int, replicas: Iterable[Replica], digest: Callable[[Sequence[Replica]], int]
 ) -> int:
     """Return a number whose sum over all ranks is zero if the replicas are equal.
 
@@ -760,7 +771,8 @@ def _weighted_digest(
     Args:
         rank: this rank.
         replicas: the replicas of this rank.
-        digest: returns the digest of replicas: ``_digest`` or ``_digest_of_descriptions``.
+        digest: returns the digest of replicas: ``_digest``, ``_digest_of_descriptions`` or
+            ``_digest_of_values``.
     """
     replicas_of_sets: dict[tuple[int, ...], list[Replica]] = {}
     for replica in replicas:
@@ -784,20 +796,26 @@ def _weight(rank: int) -> int:
     return _hash(f"rank {rank}") | 1
 
 
-def _digest(replicas: Iterable[Replica]) -> int:
+def _digest(replicas: Sequence[Replica]) -> int:
     """Return a digest of all bits of replicas, and of their names."""
-    descriptions: list[str] = []
-    tensors: list[Tensor] = []
-    for replica in replicas:
-        descriptions.append(replica.description)
-        if isinstance(replica.value, Tensor):
-            tensors.append(replica.value)
-    return _hash(repr((descriptions, combined_digests(tensors))))
+    return _hash(f"{_digest_of_descriptions(replicas)} {_digest_of_values(replicas)}")
 
 
-def _digest_of_descriptions(replicas: Iterable[Replica]) -> int:
+def _digest_of_descriptions(replicas: Sequence[Replica]) -> int:
     """Return a digest of the names of replicas, and of the values of those that are numbers."""
     return _hash(repr([replica.description for replica in replicas]))
+
+
+def _digest_of_values(replicas: Sequence[Replica]) -> int:
+    """Return a digest of all bits of replicas."""
+    texts: list[str] = []
+    tensors: list[Tensor] = []
+    for replica in replicas:
+        if isinstance(replica.value, str):
+            texts.append(replica.value)
+        else:
+            tensors.append(replica.value)
+    return _hash(repr((texts, combined_digests(tensors))))
 
 
 def _hash(text: str) -> int:
@@ -838,7 +856,7 @@ def _details_of(replica: Replica) -> ReplicaDetails:
     if replica.parameter is not None:
         grad = replica.parameter.grad
     digest_of_gradient = None
-    if grad is not None and _is_comparable(grad):
+    if grad is not None and _comparable_part(grad) is not None:
         (digest_of_gradient,) = digests([grad])
     description = f"{replica.value.dtype} {tuple(replica.value.shape)}"
     return details._replace(
