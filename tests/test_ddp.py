@@ -317,6 +317,8 @@ def broadcast_unusual_buffers(fabric: Fabric) -> dict[str, float]:
         "no elements": integers[:0].view(1, 0).expand(3, 0),
         "transposed": integers.view(2, 3).t(),
         "unusual stride": integers.view(2, 3).unsqueeze(0).transpose(0, 1),
+        "column": integers.unsqueeze(0).transpose(0, 1),
+        "scalar": integers[0],
     }
     sums: dict[str, float] = {}
     for kind, buffer in buffers.items():
@@ -335,6 +337,8 @@ def test_buffers_with_unusual_strides_are_copied_from_rank_0() -> None:
             "no elements": 0.0,
             "transposed": 15.0,
             "unusual stride": 15.0,
+            "column": 15.0,
+            "scalar": 0.0,
         }
 
 

@@ -528,7 +528,8 @@ def _normalize_strides(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         if buffer.layout is torch.strided and buffer.is_contiguous():
-            view = buffer.data.view(buffer.shape)  # has the usual strides
+            # A view of the same shape may keep the strides. One of a flat tensor has the usual ones.
+            view = buffer.data.view(-1).view(buffer.shape)
             if view.stride() != buffer.stride():
                 buffer.data = view
 
