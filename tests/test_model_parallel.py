@@ -486,6 +486,7 @@ WRONG_OPTIONS = {
     "a dict by pattern": {"tp_plan": "own"},
     "takes no nonsense": {"nonsense": 1},
     "the mesh cannot have -2 processes along sequence": {"sequence_parallel_size": -2},
+    "ModelParallelStrategy(sequence_parallel_size=1.0)": {"sequence_parallel_size": 1.0},
     "the mesh cannot have 2.0 processes along data_parallel": {"data_parallel_size": 2.0},
     "the mesh cannot have '2' processes along tensor_parallel": {"tensor_parallel_size": "2"},
     "the mesh cannot have True processes along replicate": {"replicate_size": True},

@@ -140,8 +140,11 @@ def _check_sizes(requested: Mapping[str, Any]) -> None:
         # type() and not isinstance(): True is an int, but not a size.
         is_number = type(size) is int and size >= 0
         if not is_number and size != "auto":
+            argument = f"{name}_size"
+            if name == "sequence":
+                argument = "sequence_parallel_size"
             raise ArgumentTypeError(
-                f"ModelParallelStrategy({name}_size={size!r})",
+                f"ModelParallelStrategy({argument}={size!r})",
                 problem=f"the mesh cannot have {size!r} processes along {name}",
                 expected='a whole number of at least 1, or "auto" for what the other sizes leave',
             )
