@@ -528,7 +528,7 @@ def _normalize_strides(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         if buffer.layout is torch.strided and buffer.is_contiguous():
-            # A view of the same shape may keep the strides. One of a flat tensor has the usual ones.
+            # A view of the same shape may keep the strides, so the view is of a flat one.
             view = buffer.data.view(-1).view(buffer.shape)
             if view.stride() != buffer.stride():
                 buffer.data = view
