@@ -284,6 +284,59 @@ def test_a_save_names_drifts_between_replicas_of_a_mesh(tmp_path: Path, strategy
     check_outcomes(outcomes, NAMES_ON_MESH)
 
 
+class Skipping(nn.Module):
+    """Blocks of one shape, of which a pass leaves out one, and two layers of which it uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skipped: int, uses_left: bool) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = x + block(x)
+        if uses_left:
+            return self.left(x)
+        return self.right(x)
+
+
+def save_after_other_uses(fabric: Fabric, folder: Path) -> dict[str, str]:
+    """Return what becomes of a save after passes of other blocks, or of another layer, by rank."""
+    outcomes: dict[str, str] = {}
+    for use in ("same", "blocks", "layers"):
+        torch.manual_seed(0)
+        model = Skipping()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(STEPS):
+            is_first_rank = fabric.global_rank == 0
+            differs = step == STEPS - 1 and is_first_rank
+            skipped = int(use == "blocks" and differs)
+            uses_left = step % 2 == 0 or (use == "layers" and differs)
+            loss = model(torch.randn(2, 4), skipped, uses_left).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {"model": model, "optimizer": optimizer}
+        path = folder / use
+        outcomes[use] = outcome(lambda path=path, state=state: fabric.save(path, state))
+    return outcomes
+
+
+def test_a_save_finds_ranks_that_used_other_blocks_or_layers_of_a_sharded_model(
+    tmp_path: Path,
+) -> None:
+    options = {"strategy": "fsdp", "check_replicas": True}
+    for outcomes in run_in_ranks(save_after_other_uses, tmp_path, **options):
+        assert outcomes["same"] == "fine"
+        for use in ("blocks", "layers"):
+            assert outcomes[use].startswith("ReplicaDriftError: ")
+            assert "the ranks have used different blocks or parameters" in outcomes[use]
+        assert "the order in which forward passes have used the blocks" in outcomes["blocks"]
+        assert "the set of parameters of Skipping with gradients" in outcomes["layers"]
+
+
 def save_after_changes(fabric: Fabric, folder: Path) -> dict[str, str]:
     loop = Loop(fabric)
     loop.run()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
 from tests.models import Net, OneWeight, PartlyUnused
-from tests.ranks import outcome, run_in_ranks
+from tests.ranks import outcome, remedy, run_in_ranks
 
 X = torch.ones(2, 4)
 # The hooks of other parts of the library: the watchdog and the loss scaler note the steps, too.
@@ -966,3 +966,45 @@ def train_more_after_a_small_head(fabric: Fabric) -> dict[str, str]:
 def test_a_rank_with_empty_shards_does_not_take_the_others_to_be_ahead() -> None:
     for results in run_in_ranks(train_more_after_a_small_head, strategy="fsdp"):
         assert set(results.values()) == {"fine"}
+
+
+class Branches(nn.Module):
+    """A model that uses one of two equal layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, uses_left: bool) -> Tensor:
+        if uses_left:
+            return self.left(x)
+        return self.right(x)
+
+
+def step_with_other_branches(fabric: Fabric, reduces_unused: bool) -> list[str]:
+    """Use another layer on each rank, and return what becomes of two steps."""
+    module = Branches()
+    model, optimizer = fabric.setup(module, sgd(module.parameters()))
+    if reduces_unused:
+        fabric.unwrap(model).set_reduce_scatter_unused_params(True)
+    fabric.backward(model(X, uses_left=fabric.global_rank == 0).square().mean())
+    first_step = outcome(optimizer.step)
+    fabric.barrier()
+    return [first_step, outcome(optimizer.step)]
+
+
+def step_with_and_without_remedy(fabric: Fabric) -> list[list[str]]:
+    return [step_with_other_branches(fabric, reduces) for reduces in (True, False)]
+
+
+def test_sharded_parameters_that_only_one_rank_uses_are_an_error_that_names_them() -> None:
+    for with_remedy, without in run_in_ranks(step_with_and_without_remedy, strategy="fsdp"):
+        assert with_remedy == ["fine", "fine"]
+        # One rank finds it after the step, and the other one before its next step.
+        [error] = [text for text in without if text != "fine"]
+        assert error.startswith("UsageError: step 1 of SGD on rank ")
+        assert "ranks 0 and 1 has gradients of left.weight, left.bias, right.weight" in error
+        assert remedy(error).endswith(
+            "fabric.unwrap(model).set_reduce_scatter_unused_params(True) of torch 2.13"
+        )

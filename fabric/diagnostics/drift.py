@@ -23,6 +23,11 @@ _SAVE_BY_RANK = (
     "write: torch.save(optimizer.state_dict(), f'optimizer-{fabric.global_rank}.pt') on each rank, "
     "and leave the optimizer out of fabric.save"
 )
+# Also in the error of the first steps.
+CALL_EVERY_BLOCK = (
+    "a call of every block on every rank, such as x + keep * block(x), with keep = 0 on a rank "
+    "that leaves the block out"
+)
 
 
 class Kind(IntEnum):
@@ -35,6 +40,7 @@ class Kind(IntEnum):
     AVERAGE = 4
     OPTION = 5  # of an optimizer
     LOSS_SCALE = 6
+    USES = 7  # of blocks and parameters of a sharded model
 
 
 class ReplicaDetails(NamedTuple):
@@ -239,6 +245,15 @@ def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -
     steps = {rank: str(details.steps) for rank, details in enumerate(ranks)}
     if len(set(steps.values())) > 1:
         yield f"the number of optimizer steps since then differs: {_describe_values(steps)}"
+        return
+    uses = _differences_of_kind(differences, Kind.USES)
+    if uses:
+        if uses[0] is not differences[0]:
+            yield f"{uses[0].details.name} differs: {_describe_values(uses[0].values)}"
+        yield (
+            "the ranks have used different blocks or parameters of a sharded model, and FSDP has "
+            f"mixed up their values or gradients (write: {CALL_EVERY_BLOCK})"
+        )
         return
     has_different_option = False
     for difference in differences:

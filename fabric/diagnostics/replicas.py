@@ -575,7 +575,7 @@ def _ranks_of_part(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ..
 def _replicas_of_module(
     contract: GradientContract, watched: _WatchedModule, layout: _Layout
 ) -> Iterator[Replica]:
-    """Yield a replica for each parameter of a module, and one for each of its buffers.
+    """Yield the replicas of a module: its parameters, its buffers, and digests of its use.
 
     Ranks compare only whether a buffer has changed since the setup. The values of running
     statistics differ between ranks, but every rank changes them in its forward passes. A buffer
@@ -609,6 +609,24 @@ def _replicas_of_module(
                 value=part,
                 parameter=tensor,
             )
+    module_order = contract.module_order()
+    if module_order:
+        yield Replica(
+            key=f"module order {watched.number}",
+            name=f"the order in which forward passes have used the blocks of {contract.title}",
+            kind=Kind.USES,
+            ranks=tuple(sorted(contract.peers())),
+            value=f"digest {module_order}",
+        )
+    stepped_gradients = contract.stepped_gradients()
+    if stepped_gradients:
+        yield Replica(
+            key=f"stepped gradients {watched.number}",
+            name=f"the set of parameters of {contract.title} with gradients in steps",
+            kind=Kind.USES,
+            ranks=layout.all_ranks,
+            value=f"digest {stepped_gradients}",
+        )
 
 
 def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:

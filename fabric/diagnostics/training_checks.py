@@ -27,6 +27,7 @@ from fabric.communicators.call_site import warn_user
 from fabric.contract import GradientContract
 from fabric.diagnostics.clipping_check import ClippingCheck
 from fabric.diagnostics.digest import digests
+from fabric.diagnostics.drift import CALL_EVERY_BLOCK
 from fabric.diagnostics.evaluation_mode_check import EvaluationModeCheck
 from fabric.diagnostics.unscaled_loss_check import UnscaledLossCheck
 from fabric.errors import FabricError, UsageError
@@ -52,6 +53,8 @@ _GATHER_WITH_GRADIENTS = "fabric.all_gather(x, sync_grads=True) for a loss of ga
 _MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
 # The name of the losses in a fingerprint.
 _LOSSES = "its losses"
+# What the names in a fingerprint begin with that stand for gradients of sharded parameters.
+_GRADIENT_OF = "the gradient of "
 
 Contracts = Collection[GradientContract]
 
@@ -233,8 +236,9 @@ class _FingerprintComparison:
         """Return the fingerprint of this rank, of what has to be equal on all ranks.
 
         The fingerprint has a number for each replicated parameter. If the optimizer has only
-        sharded parameters, it has a number for the options of the optimizer instead. It also has a
-        number for the recorded losses. It is empty if there is none of these.
+        sharded parameters, it has a number for the options of the optimizer instead. It also says
+        which sharded parameters have a gradient, and has a number for the recorded losses. It is
+        empty if there is none of these.
 
         Args:
             optimizer: the optimizer.
@@ -248,9 +252,25 @@ class _FingerprintComparison:
         has_only_shards = trains_modules and not replicated
         if has_only_shards:
             fingerprint.add("its options", f"{self._class_name} {_float_options(optimizer)}")
+        self._add_gradients_of_shards(optimizer, fingerprint)
         if self._loss_digests:
             fingerprint.add(_LOSSES, str(self._loss_digests))
         return fingerprint
+
+    def _add_gradients_of_shards(self, optimizer: Optimizer, fingerprint: _Fingerprint) -> None:
+        """Add to a fingerprint which sharded parameters of the optimizer have a gradient.
+
+        FSDP2 reduces the gradients of a module in one message without their names. So all ranks
+        must have gradients of the same parameters, also of those whose shard here is empty.
+        """
+        ids_of_optimizer = _ids(parameters_of(optimizer))
+        for contract in self._contracts:
+            if not contract.is_sharded:
+                continue
+            for name, parameter in contract.parameters().items():
+                if parameter.requires_grad and id(parameter) in ids_of_optimizer:
+                    has_gradient = parameter.grad is not None
+                    fingerprint.add(f"{_GRADIENT_OF}{name}", str(has_gradient))
 
     def _names_of_replicated(self, optimizer: Optimizer, trained: list[Tensor]) -> dict[int, str]:
         """Return the names of the parameters that have to be equal on all ranks, by id.
@@ -320,6 +340,16 @@ class _FingerprintComparison:
                 expected="a loss of whole outputs, which is equal on all ranks of a split layer",
                 suggestion='the lines "colwise_rep" and "rowwise_rep" of tp_plan for the layers '
                 "before and behind the columns in the loss",
+            )
+        if all(name.startswith(_GRADIENT_OF) for name in different_names):
+            names = [name.removeprefix(_GRADIENT_OF) for name in different_names]
+            raise UsageError(
+                request,
+                problem=f"only one of {ranks} has gradients of {_join_names(names)}, and FSDP has "
+                "added gradients of different parameters to each other",
+                expected="the same parameters in the losses of all ranks",
+                suggestion=f"{CALL_EVERY_BLOCK}; or, if all ranks call the same blocks, "
+                "fabric.unwrap(model).set_reduce_scatter_unused_params(True) of torch 2.13",
             )
         names_of_replicas = [name for name in different_names if name != _LOSSES]
         raise UsageError(

@@ -563,6 +563,9 @@ class ModelParallelStrategy(FSDPStrategy):
         # Only the first group along "tensor_parallel" compares the parameters. A mistake in the
         # model shows in every group, and the checks of all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size
+        if topology.tensor_parallel_size > 1:
+            # The comparison of split layers with whole ones uses modules in some groups alone.
+            contract = replace(contract, module_order=_unknown_order)
         if topology.tensor_parallel_size == 1 or not is_in_first_group:
             return contract
         replicated: dict[str, Any] = {}
@@ -727,6 +730,10 @@ class ModelParallelStrategy(FSDPStrategy):
         for name, parameter in after.items():
             if parameter is not before[name]:
                 self._original_parameters[parameter] = before[name]
+
+
+def _unknown_order() -> str:
+    return ""
 
 
 def _parse_patterns(not_compared: Sequence[str]) -> list[str]:

@@ -29,7 +29,6 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, Us
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import Runtime
 from fabric.strategies.fsdp.forward import ShardedForward
-from fabric.strategies.fsdp.lent_gradients import LentGradients
 from fabric.strategies.fsdp.operators import handle_operators
 from fabric.strategies.fsdp.sharding import (
     check_dtypes,
@@ -653,8 +652,7 @@ class FSDPStrategy(ParallelStrategy):
         optimizer.register_load_state_dict_pre_hook(shard_state)
         for forward in self._forwards_by_model_id.values():
             # A weak reference, so that the optimizer does not keep the model alive.
-            take_back = partial(_take_back_gradients, ref(forward.lent_gradients))
-            optimizer.register_step_pre_hook(take_back)
+            optimizer.register_step_pre_hook(partial(ShardedForward.before_step, ref(forward)))
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -689,6 +687,9 @@ class FSDPStrategy(ParallelStrategy):
             # Saves compare these between the ranks that hold the same shards. Buffers are read at
             # each save, since a module may replace them.
             replicas=partial(_with_buffers, parameters, root),
+            # Saves compare these, too.
+            module_order=forward.module_order,
+            stepped_gradients=forward.stepped_gradients,
             unreduced=forward.unreduced_parameters,
             # See [Note: Lent gradients] in lent_gradients.py.
             take_back_gradients=forward.lent_gradients.take_back,
@@ -733,17 +734,6 @@ class FSDPStrategy(ParallelStrategy):
     ) -> None:
         """Load a state dict. Every rank takes its shards of full tensors."""
         optimizer.load_state_dict(shard_state(optimizer, state_dict))
-
-
-def _take_back_gradients(lent_gradients: Callable[[], LentGradients | None], *_: object) -> None:
-    """Take back lent gradients before a step. A step pre-hook.
-
-    Args:
-        lent_gradients: returns the lent gradients of a model. None if the model is gone.
-    """
-    gradients = lent_gradients()
-    if gradients is not None:
-        gradients.take_back()
 
 
 # -- arguments ----------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fabric._torch import (
     HookEntry,
@@ -24,6 +26,10 @@ from fabric.strategies.fsdp.state import UnshardedState
 from fabric.strategies.fsdp.unreduced import UnreducedGradients
 
 __all__ = ["ShardedForward"]
+
+# The order of modules is hashed as a polynomial in this number, modulo a prime below 2**61.
+_ORDER_BASE = 1_000_003
+_ORDER_MODULUS = 2**61 - 1
 
 
 # [Note: Sharded forward]
@@ -67,6 +73,10 @@ class ShardedForward:
         self.lent_gradients = LentGradients(root)
         self.unreduced = UnreducedGradients(root, self.synchronizes, self.lent_gradients)
         self._rank = rank
+        # See module_order() and stepped_gradients().
+        self._order_digest = 0
+        self._gradients_digest = 0
+        self._is_compiled = False
         # Empty if the model is not sharded, as under tensor parallelism alone.
         self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
         # The number of calls of the root that are running: a model may call itself.
@@ -79,6 +89,8 @@ class ShardedForward:
         self._lend_gradients_uncompiled: Any = torch.compiler.disable(self.lent_gradients.lend)
         self._unsharded_before_forward: Any = torch.compiler.disable(unsharded.before_forward)
         self._unsharded_after_forward: Any = torch.compiler.disable(unsharded.after_forward)
+        # The ids of all parameters of the model, which are shards and replicated DTensors now.
+        self._parameter_ids = set(map(id, root.parameters()))
         self._sharded_parameters = ShardedParameters(root, rank)
         self._sharded_parameters.register_load_hooks()
         # Prepended, so that the other pre-hooks of the root run after _begin_pass(), and so may
@@ -95,10 +107,10 @@ class ShardedForward:
         The hooks run before FSDP's own hooks, which would overwrite the other tensors by the
         gathered parameters. The root needs no hook: :meth:`_begin_pass` checks it.
         """
-        for path, module in self.root.named_modules():
+        for number, (path, module) in enumerate(self.root.named_modules(), 1):
             if is_fsdp_module(module) and module is not self.root:
                 parameters = ShardedParameters(module, self._rank, path)
-                check = partial(self._check_registered, parameters)
+                check = partial(self._check_registered, number, parameters)
                 module.register_forward_pre_hook(check, prepend=True)
 
     def _register_submodule_hooks(self, fsdp_modules: Sequence[nn.Module]) -> list[HookEntry]:
@@ -159,6 +171,47 @@ class ShardedForward:
         """Return the sharded and the replicated parameters with gradients not reduced yet."""
         return [*self.unreduced.parameters(), *self.unsharded.unreduced_parameters()]
 
+    def module_order(self) -> str:
+        """Return a digest of the order in which forward passes have used the FSDP modules so far.
+
+        FSDP2 matches the collectives of ranks by their order alone. If ranks use different modules
+        of equal shapes, their parameters are mixed up without an error. The text is empty for a
+        compiled model, whose passes run without hooks.
+        """
+        if self._is_compiled:
+            return ""
+        return f"{self._order_digest:016x}"
+
+    @staticmethod
+    def before_step(
+        find_forward: Callable[[], "ShardedForward | None"], optimizer: Optimizer, *_: object
+    ) -> None:
+        """Take back lent gradients, and record which parameters have a gradient. A step pre-hook.
+
+        Args:
+            find_forward: returns the hooks of a model. None if the model is gone.
+            optimizer: the optimizer.
+            *_: other arguments of the hook, which are not used.
+        """
+        forward = find_forward()
+        if forward is None:
+            return
+        forward.lent_gradients.take_back()
+        has_gradient: list[bool] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in forward._parameter_ids:
+                    has_gradient.append(parameter.grad is not None)
+        forward._gradients_digest = crc32(bytes(has_gradient), forward._gradients_digest)
+
+    def stepped_gradients(self) -> str:
+        """Return a digest of which parameters have had a gradient in each step so far.
+
+        FSDP2 reduces the gradients of a module in one message without their names. If ranks use
+        different parameters, their gradients are mixed up without an error.
+        """
+        return f"{self._gradients_digest:08x}"
+
     def _refuse_submodule(self, path: str, module: nn.Module, args: Any) -> None:
         """Raise a UsageError if a submodule is called from outside of the model.
 
@@ -189,15 +242,18 @@ class ShardedForward:
         )
 
     def _check_registered(
-        self, parameters: ShardedParameters, module: nn.Module, args: Any
+        self, number: int, parameters: ShardedParameters, module: nn.Module, args: Any
     ) -> None:
         """Raise a UsageError if other tensors stand in for the parameters of an FSDP module.
 
-        This is a forward pre-hook of the FSDP module.
+        This is a forward pre-hook of the FSDP module. It also records the use of the module.
         """
         # Dynamo traces hooks. The check must not become part of the compiled graph.
-        if not torch.compiler.is_dynamo_compiling():
-            parameters.check_registered()
+        if torch.compiler.is_dynamo_compiling():
+            self._is_compiled = True
+            return
+        self._order_digest = (self._order_digest * _ORDER_BASE + number) % _ORDER_MODULUS
+        parameters.check_registered()
 
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
         """Prepare the model for a forward pass. The first forward pre-hook of the root.
@@ -210,6 +266,8 @@ class ShardedForward:
         is_compiling = torch.compiler.is_dynamo_compiling()
         # The model may call itself.
         is_outermost = self._num_running_calls == 0
+        if is_compiling:
+            self._is_compiled = True
         if is_outermost and not is_compiling:
             self._reset_failed_backward()
             self._reshard_outdated()
