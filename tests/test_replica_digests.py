@@ -108,6 +108,16 @@ def test_a_digest_tells_words_whose_bits_are_all_flipped() -> None:
     assert digest(~values) != digest(values)
 
 
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1))
+def test_a_digest_tells_two_words_that_differ_in_one_half(value: int, other: int) -> None:
+    for position in (0, 1, 2000, 2047):
+        values = torch.zeros(2048, dtype=torch.int32)
+        values[position] = value
+        others = values.clone()
+        others[position] = other
+        assert (digest(values) == digest(others)) is (value == other)
+
+
 def test_the_default_device_of_new_tensors_does_not_count() -> None:
     tensors = [torch.arange(3000.0), torch.ones(3)]
     with torch.device("meta"):
