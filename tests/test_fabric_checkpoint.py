@@ -993,6 +993,49 @@ def test_an_optimizer_whose_state_differs_between_ranks_is_not_saved(
         assert "torch.save(optimizer.state_dict()" in after
 
 
+class OptimizerOfShards(torch.optim.SGD):
+    """An optimizer with a state that is no DTensor, made of this rank's shard of a gradient."""
+
+    def __init__(self, parameters: Any, has_numbers: bool) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.has_numbers = has_numbers
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter, slots in self.state.items():
+            slots["squares"] = local_tensor(parameter.grad).square()
+            if self.has_numbers:
+                slots["squares"] = slots["squares"].sum().item()
+
+
+def save_state_of_shards(fabric: Fabric, folder: Path) -> list[str]:
+    """Return the outcomes of saves of a tensor and of a number that differ between ranks."""
+    errors: list[str] = []
+    for has_numbers in (False, True):
+        plain = nn.Linear(4, 2)
+        model, optimizer = fabric.setup(plain, OptimizerOfShards(plain.parameters(), has_numbers))
+        fabric.backward(model(torch.ones(3, 4)).square().mean())
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+        path = folder / f"{has_numbers}"
+        errors.append(outcome(lambda path=path, state=state: fabric.save(path, state)))
+        # The state that the checkpoint can have.
+        fabric.save(path, {"model": model})
+    return errors
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+def test_a_state_of_shards_that_is_no_dtensor_is_not_saved(
+    tmp_path: Path, state_dict_type: Any
+) -> None:
+    strategy = FSDPStrategy(state_dict_type=state_dict_type)
+    for errors in run_in_ranks(save_state_of_shards, tmp_path, strategy=strategy):
+        for error in errors:
+            assert error.startswith("ReplicaDriftError")
+            assert "squares of weight of Linear in OptimizerOfShards differs" in error
+            assert "torch.save(optimizer.state_dict()" in error
+
+
 def prefixed(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in state.items()}
 

@@ -646,8 +646,13 @@ def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> 
         # The state has names such as "exp_avg".
         for state_name, value in state.items():
             replicated_value = None
+            # A checkpoint has a plain value of rank 0 for all ranks, also for a sharded parameter.
+            ranks = layout.all_ranks
             if isinstance(value, Tensor):
                 replicated_value = _comparable_part(value)
+                is_dtensor = local_tensor(value) is not value
+                if is_dtensor:
+                    ranks = known_parameter.ranks
             elif _is_number(value):
                 replicated_value = repr(value)
             if replicated_value is None:
@@ -656,7 +661,7 @@ def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> 
                 key=f"state {number} {state_name} {known_parameter.name}",
                 name=f"{state_name} of {known_parameter.name} in {class_name}",
                 kind=Kind.STATE,
-                ranks=known_parameter.ranks,
+                ranks=ranks,
                 value=replicated_value,
             )
 
