@@ -1014,8 +1014,9 @@ def save_state_of_shards(fabric: Fabric, folder: Path) -> list[str]:
     for has_numbers in (False, True):
         plain = nn.Linear(4, 2)
         model, optimizer = fabric.setup(plain, OptimizerOfShards(plain.parameters(), has_numbers))
-        fabric.backward(model(torch.ones(3, 4)).square().mean())
-        optimizer.step()
+        for _ in range(2):
+            fabric.backward(model(torch.ones(3, 4)).square().mean())
+            optimizer.step()
         state = {"model": model, "optimizer": optimizer}
         path = folder / f"{has_numbers}"
         errors.append(outcome(lambda path=path, state=state: fabric.save(path, state)))
@@ -1029,7 +1030,9 @@ def test_a_state_of_shards_that_is_no_dtensor_is_not_saved(
     tmp_path: Path, state_dict_type: Any
 ) -> None:
     strategy = FSDPStrategy(state_dict_type=state_dict_type)
-    for errors in run_in_ranks(save_state_of_shards, tmp_path, strategy=strategy):
+    # The comparisons of backward passes accept such a state, which need not be saved.
+    options = {"strategy": strategy, "check_replicas": 1}
+    for errors in run_in_ranks(save_state_of_shards, tmp_path, **options):
         for error in errors:
             assert error.startswith("ReplicaDriftError")
             assert "squares of weight of Linear in OptimizerOfShards differs" in error

@@ -168,9 +168,9 @@ class WatchedObjects:
         for optimizer, number in self._optimizers.items():
             candidates.extend(_options_of_optimizer(optimizer, number, layout))
             # A state that is not saved may differ, since an optimizer may shard its own state.
-            is_state_compared = saved is None or any(optimizer is target for target in saved)
-            if is_state_compared:
-                candidates.extend(_states_of_optimizer(optimizer, number, layout))
+            is_saved = saved is not None and any(optimizer is target for target in saved)
+            if is_saved or saved is None:
+                candidates.extend(_states_of_optimizer(optimizer, number, layout, is_saved))
         for averages, (number, contract) in self._averages.items():
             candidates.extend(_replicas_of_averages(averages, number, contract, layout))
         for history in self._pass_order.histories:
@@ -629,13 +629,17 @@ def _replicas_of_module(
         )
 
 
-def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> Iterator[Replica]:
+def _states_of_optimizer(
+    optimizer: Optimizer, number: int, layout: _Layout, is_saved: bool
+) -> Iterator[Replica]:
     """Yield a replica for each value of an optimizer's state of a set-up module's parameter.
 
     Args:
         optimizer: the optimizer.
         number: the number of the optimizer among all that are set up, the same on all ranks.
         layout: which ranks hold a parameter alike. It has the parameters of the set-up modules.
+        is_saved: whether a save writes the state. A checkpoint has the plain values of rank 0 for
+            all ranks, also those of a sharded parameter.
     """
     class_name = type(optimizer).__name__
     for parameter in parameters_of(optimizer):
@@ -646,17 +650,17 @@ def _states_of_optimizer(optimizer: Optimizer, number: int, layout: _Layout) -> 
         # The state has names such as "exp_avg".
         for state_name, value in state.items():
             replicated_value = None
-            # A checkpoint has a plain value of rank 0 for all ranks, also for a sharded parameter.
-            ranks = layout.all_ranks
+            is_dtensor = False
             if isinstance(value, Tensor):
                 replicated_value = _comparable_part(value)
                 is_dtensor = local_tensor(value) is not value
-                if is_dtensor:
-                    ranks = known_parameter.ranks
             elif _is_number(value):
                 replicated_value = repr(value)
             if replicated_value is None:
                 continue
+            ranks = known_parameter.ranks
+            if is_saved and not is_dtensor:
+                ranks = layout.all_ranks
             yield Replica(
                 key=f"state {number} {state_name} {known_parameter.name}",
                 name=f"{state_name} of {known_parameter.name} in {class_name}",
