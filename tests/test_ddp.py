@@ -189,6 +189,23 @@ def test_gradients_that_are_a_result_of_torch_func_are_those_of_the_plain_module
         torch.testing.assert_close(actual, expected)
 
 
+def penalty_with_its_own_backward(fabric: Fabric) -> str:
+    model = fabric.setup(Net())
+    loss = model(torch.ones(2, 4)).sum()
+    fabric.backward(model.head.weight.square().sum())
+    error = outcome(lambda: fabric.backward(loss))
+    model = fabric.setup(Net())
+    loss = model(torch.ones(2, 4)).sum()
+    fabric.backward(loss + model.head.weight.square().sum())
+    return error
+
+
+def test_a_penalty_with_a_backward_pass_of_its_own_is_explained_with_a_remedy_that_works() -> None:
+    for error in run_in_ranks(penalty_with_its_own_backward):
+        assert "as by a penalty on a weight with a backward pass of its own" in error
+        assert "fabric.backward(loss + penalty)" in error
+
+
 def backward_alone_in_no_sync(fabric: Fabric) -> str:
     model, _ = make(fabric, Net())
     loss = model(torch.ones(2, 4)).sum()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
 from fabric._torch import full_tensor
@@ -353,6 +354,43 @@ def fail_in_backward_and_interrupt_forward(fabric: Fabric) -> bool:
 
 def test_an_error_in_a_backward_pass_and_an_interrupt_change_no_later_gradient() -> None:
     assert in_ranks(fail_in_backward_and_interrupt_forward) == [True, True]
+
+
+def gradients_with_a_checkpoint(fabric: Fabric) -> list[Tensor]:
+    """Return the gradients of a plain pass, of a recomputed one, and after one that raised."""
+    torch.manual_seed(0)
+    module = Transformer().double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    model = fabric.setup(module)
+
+    def gradient(output: Tensor) -> Tensor:
+        fabric.backward(output.pow(2).mean())
+        result = flat_gradient(model)
+        model.zero_grad()
+        return result
+
+    def recomputed() -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    gradients = [gradient(model(x)), gradient(recomputed())]
+    output = recomputed()
+    # The backward pass calls this hook when it recomputes.
+    handle = model.blocks[1].register_forward_pre_hook(raise_zero_division)
+    with pytest.raises(ZeroDivisionError):
+        fabric.backward(output.sum())
+    handle.remove()
+    model.zero_grad()
+    gradients.append(gradient(recomputed()))
+    return gradients
+
+
+@pytest.mark.parametrize("sharding_strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_checkpoint_around_the_whole_model_changes_no_gradient(sharding_strategy: str) -> None:
+    for expected, *gradients in in_ranks(
+        gradients_with_a_checkpoint, sharding_strategy=sharding_strategy
+    ):
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 class Methods(Net):

@@ -107,11 +107,35 @@ def torch_errors(fabric: Fabric) -> dict[str, str]:
         loss = rows.sum()
         fabric.backward(loss)
 
+    def gradients_of_shards() -> None:
+        shards = list(model.parameters())
+        torch.autograd.grad(model(X).sum(), shards)
+
+    def step_with_whole_gradients() -> None:
+        layer = nn.Linear(4, 4)
+        prepared, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        loss = prepared(torch.ones(2, 4)).sum()
+        gradients = torch.autograd.grad(loss, list(prepared.parameters()))
+        for parameter, gradient in zip(prepared.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
     return {
         "add_weight_to_output": outcome(add_weight_to_output),
         "second_derivative": outcome(second_derivative),
         "sparse": outcome(sparse),
+        "gradients_of_shards": outcome(partial(explained, fabric, gradients_of_shards)),
+        "step_with_whole_gradients": outcome(partial(explained, fabric, step_with_whole_gradients)),
     }
+
+
+def explained(fabric: Fabric, action: Callable[[], None]) -> None:
+    """Run an action. The end of a rank explains an error of the user's code in the same way."""
+    try:
+        action()
+    except Exception as error:
+        fabric.strategy._explain_error(error)
+        raise
 
 
 def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
@@ -120,6 +144,10 @@ def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
         assert remedy in texts["add_weight_to_output"]
         assert 'strategy="ddp" for a loss of gradients' in texts["second_derivative"]
         assert "dense gradients" in texts["sparse"]
+        assert "the parameters of a sharded model are shards" in texts["gradients_of_shards"]
+        text = texts["step_with_whole_gradients"]
+        assert "parameter.grad has the gradient of a whole parameter" in text
+        assert "fabric.backward(loss), which also averages over the ranks" in text
         for text in texts.values():
             assert text.count("Write:") == 1
 

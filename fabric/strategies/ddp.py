@@ -61,6 +61,13 @@ _DECIDED_ARGUMENTS = {
 _UNUSED_PARAMETERS = re.compile(
     r"Parameter indices which did not receive grad for rank (?P<rank>\d+):(?P<indices>(?: \d+)+)"
 )
+# The start of torch's error about a parameter that gets its gradient twice.
+_READY_TWICE = "Expected to mark a variable ready only once"
+_NOTE_ON_READY_TWICE = (
+    "a parameter has got a gradient twice after one forward pass, as by a penalty on a weight with "
+    "a backward pass of its own, or by checkpoint(..., use_reentrant=True)\n"
+    "  Write: fabric.backward(loss + penalty); checkpoint(..., use_reentrant=False)"
+)
 
 
 class DDPStrategy(ParallelStrategy):
@@ -412,13 +419,17 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def _explain_error(self, exception: BaseException) -> None:
-        """Add a note with names to torch's error about parameters that the loss does not use.
+        """Add a note to two errors of DistributedDataParallel. Others are left alone.
 
-        DistributedDataParallel gives only the indices of these parameters. Other errors, and errors
-        that have a note already, are left alone.
+        One is about parameters that the loss does not use, of which torch gives only the indices.
+        The other one is about parameters that get their gradients twice. Errors that have a note
+        already are left alone, too.
         """
-        match = _UNUSED_PARAMETERS.search(str(exception))
+        text = str(exception)
         has_note = bool(getattr(exception, "__notes__", None))
+        if _READY_TWICE in text and not has_note:
+            exception.add_note(_NOTE_ON_READY_TWICE)
+        match = _UNUSED_PARAMETERS.search(text)
         if match is None or has_note:
             return
         indices = [int(index) for index in match["indices"].split()]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import is_fsdp_module, uncompiled
+from fabric._torch import is_dtensor, is_fsdp_module, uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
@@ -68,7 +68,7 @@ from fabric.strategies.parallel import (
     check_forwarded_arguments,
     refuse_unprepared,
 )
-from fabric.tree import map_tensors
+from fabric.tree import map_tensors, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -110,7 +110,13 @@ _EXPLANATION_BY_PATTERN = {
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
         "FSDP module",
         "weight.full_tensor() for this use, before model(batch) for a penalty on all weights; "
-        "torch.zeros(..., device=x.device) for weight.new_zeros(...), which makes a shard, too",
+        "torch.zeros(..., device=x.device) for weight.new_zeros(...), which makes a shard, too; "
+        "fabric.backward(loss) and parameter.grad for a step by hand, and not torch.autograd.grad",
+    ),
+    "appears to not have been used in the graph": (
+        "outside of its forward passes, the parameters of a sharded model are shards, and a loss "
+        "is computed from the weights that a forward pass has gathered",
+        "fabric.backward(loss), and then parameter.grad, for torch.autograd.grad(loss, parameters)",
     ),
     r"Cannot flatten unevenly|\.(numpy|tolist)\(\) is not supported for tensor subclasses": (
         "a weight is read where this rank has its shard only",
@@ -143,6 +149,12 @@ _EXPLANATION_BY_PATTERN = {
 }
 # Words in the errors of torch for operations on parameters of which a rank has a shard only.
 _SHARD_WORDS = r"(?i)DTensor|shard|redistribut|tensor subclass"
+_EXPLANATION_OF_WHOLE_GRADIENTS = (
+    "parameter.grad has the gradient of a whole parameter, as torch.autograd.grad returns it, and "
+    "the parameter is this rank's shard",
+    "fabric.backward(loss), which also averages over the ranks, for torch.autograd.grad(loss, "
+    "parameters); and changes of parameter.grad after it",
+)
 _SUGGESTION_OF_OTHER_OPTIMIZER = (
     'torch.optim.AdamW, or strategy="ddp"; or state that is made with torch.zeros_like(p) and '
     "operations for each element, in the step of an optimizer of your own"
@@ -890,9 +902,12 @@ def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     # Comes first: the more general patterns below would match this error, too.
     if re.search(_MIXED_LISTS, text):
         return _EXPLANATION_OF_MIXED_LISTS
-    optimizer_name = _optimizer_that_raised(exception)
-    if optimizer_name is not None and re.search(_SHARD_WORDS, text):
-        problem = f"{optimizer_name}.step() uses an operation that torch does not have for shards"
+    optimizer = _optimizer_that_raised(exception)
+    if optimizer is not None and re.search(_SHARD_WORDS, text):
+        if _has_whole_gradients(optimizer):
+            return _EXPLANATION_OF_WHOLE_GRADIENTS
+        step = f"{type(optimizer).__name__}.step()"
+        problem = f"{step} uses an operation that torch does not have for shards"
         return problem, _SUGGESTION_OF_OTHER_OPTIMIZER
     for pattern, explanation in _EXPLANATION_BY_PATTERN.items():
         if re.search(pattern, text):
@@ -900,20 +915,29 @@ def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
     return None
 
 
-def _optimizer_that_raised(exception: BaseException) -> str | None:
-    """Return the name of the class of the optimizer whose ``step`` raised an exception.
+def _has_whole_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a sharded parameter has a plain tensor as its gradient."""
+    for parameter in parameters_of(optimizer):
+        grad = parameter.grad
+        if grad is not None and is_dtensor(parameter) and not is_dtensor(grad):
+            return True
+    return False
+
+
+def _optimizer_that_raised(exception: BaseException) -> Optimizer | None:
+    """Return the optimizer whose ``step`` raised an exception.
 
     Returns None if the exception comes from elsewhere, such as from a module that the closure of a
     step calls.
     """
-    optimizer_name: str | None = None
+    optimizer: Optimizer | None = None
     for frame, _ in walk_tb(exception.__traceback__):  # from the outermost call to the innermost
         owner = None
         if frame.f_code.co_argcount > 0:
             first_argument = frame.f_code.co_varnames[0]  # usually "self"
             owner = frame.f_locals.get(first_argument)
         if isinstance(owner, Optimizer) and frame.f_code.co_name == "step":
-            optimizer_name = type(owner).__name__
+            optimizer = owner
         elif isinstance(owner, nn.Module):
             return None
-    return optimizer_name
+    return optimizer

@@ -330,7 +330,11 @@ class ShardedForward:
             entry.hooks[entry.key] = entry.hook
             entry.hooks.move_to_end(entry.key, last=False)
         if not self._last_pass_succeeded:
-            self.unreduced.reset_pass()
+            # In a backward pass, torch.utils.checkpoint ends its forward pass by an exception once
+            # it has recomputed what it needs. The backward pass goes on with the gathered
+            # parameters.
+            if not is_in_backward():
+                self.unreduced.reset_pass()
             return
         self._sharded_parameters.check_gathered_unchanged()
         if not torch.is_grad_enabled():
