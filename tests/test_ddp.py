@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -634,6 +636,27 @@ def test_replicas_beside_a_frozen_parameter_are_averaged_every_so_many_steps() -
         assert min(distances[3:5]) >= 1e-6
         assert distances[5] < 1e-6
         assert min(distances[6:]) >= 1e-6
+
+
+def save_between_averages(fabric: Fabric, path: Path) -> list[str]:
+    """Return the warnings of a save of replicas that differ."""
+    model, optimizer = make(fabric, OneWeight())
+    for _ in range(2):
+        step_on(fabric, model, optimizer, float(fabric.global_rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_save_of_replicas_between_two_averages_warns_that_it_has_those_of_rank_0(
+    tmp_path: Path,
+) -> None:
+    strategy = averaging_strategy(start_step=0, period=3)
+    of_rank_0, of_rank_1 = run_in_ranks(save_between_averages, tmp_path / "a", strategy=strategy)
+    [message] = of_rank_0
+    assert "a checkpoint has those of rank 0" in message
+    assert of_rank_1 == []
 
 
 def average_after_overflow(fabric: Fabric) -> list[float]:

@@ -33,6 +33,7 @@ from fabric._torch import (
 )
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.collectives.batch_norm import has_sync_batch_norm, synchronize_batch_norms
+from fabric.communicators.call_site import warn_user
 from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
@@ -86,7 +87,8 @@ class DDPStrategy(ParallelStrategy):
         model_averaging_period: the number of optimizer steps from one average of the parameters
             over all ranks to the next. The parameters are averaged at the end of a step, from the
             step ``start_localSGD_iter`` of the hook's state on. ``ddp_comm_state`` has to be a
-            ``PostLocalSGDState``. None averages no parameters.
+            ``PostLocalSGDState``. None averages no parameters. A checkpoint has rank 0's
+            parameters and optimizer state, and starts a new period when it is loaded.
         process_group_backend: the backend of the process group. None uses the device's default.
         timeout: how long a collective may wait.
         start_method: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
@@ -325,6 +327,21 @@ class DDPStrategy(ParallelStrategy):
 
         handle = optimizer.register_step_post_hook(average_after_step)
         self._teardown_calls.callback(handle.remove)
+
+    @override
+    def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
+        """Return the state dict of the user's module. See ``BaseStrategy.get_module_state_dict``.
+
+        Warns on rank 0 if the ranks may hold different parameters.
+        """
+        has_own_parameters = self.model_averaging_period is not None and self.world_size > 1
+        if has_own_parameters and self.is_global_zero:
+            warn_user(
+                "the ranks hold parameters of their own under model_averaging_period, and "
+                "a checkpoint has those of rank 0, with rank 0's optimizer state. A run that "
+                "resumes continues from these on all ranks, with a new period"
+            )
+        return super().get_module_state_dict(module, sharded=sharded)
 
     @override
     def no_backward_sync(
