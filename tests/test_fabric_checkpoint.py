@@ -1169,6 +1169,9 @@ def save_nested_shards(fabric: Fabric, folder: Path) -> list[str]:
     texts: list[str] = []
     for state in wrong_states:
         texts.append(outcome(lambda state=state: fabric.save(folder / "wrong", state)))
+    # On the second rank, it is empty.
+    state_dict = fabric.get_state_dict(model)
+    texts.append(outcome(lambda: fabric.save(folder / "first rank", {"model": state_dict})))
     full_weight = full_tensor(weight)
     state = {"model": model, "optimizer": optimizer, "weights": [full_weight]}
     fabric.save(folder / "right", state)
@@ -1183,7 +1186,12 @@ def test_shards_within_an_entry_are_refused_with_the_object_to_save(
     tmp_path: Path, state_dict_type: Any
 ) -> None:
     strategy = FSDPStrategy(state_dict_type=state_dict_type)
-    for texts in run_in_ranks(save_nested_shards, tmp_path, strategy=strategy):
+    for *texts, text_of_state_dict in run_in_ranks(save_nested_shards, tmp_path, strategy=strategy):
+        if state_dict_type == "sharded":
+            assert '{"model": model}, in place of fabric.get_state_dict' in text_of_state_dict
+        else:
+            # Rank 0 writes the file.
+            assert text_of_state_dict == "fine"
         for text, entry in zip(texts, ("model", "optimizer", "weights"), strict=True):
             assert f"save state['{entry}']" in text
             assert "this rank has a part of the tensor" in text

@@ -410,7 +410,11 @@ def _write_data_files(
         names = join_names(sorted(names_of_one_rank))
         problem = f"not both rank 0 and rank {rank} have these tensors: {names}"
         raise CheckpointError(
-            request, problem, expected="a state of the same structure on every rank"
+            request,
+            problem,
+            expected="a state of the same structure on every rank",
+            suggestion='{"model": model}, in place of fabric.get_state_dict(model), which is empty '
+            "on other ranks than the first",
         )
     files: _Files = {}
     for number, chunks in enumerate(_chunks_of_files(plan, rank, tensors)):
