@@ -47,17 +47,20 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def train(fabric: Fabric) -> dict[str, list[Tensor]]:
+def train(fabric: Fabric, compiles: bool = False) -> dict[str, list[Tensor]]:
     """Train on this rank's part of each batch, which is all of it with one rank."""
     plain, plain_optimizer = build()
     assert fabric.sync_batchnorm(plain) is plain
     model, optimizer = fabric.setup(plain, plain_optimizer)
+    forward: Any = model
+    if compiles:
+        forward = torch.compile(model, backend="eager")
     generator = torch.Generator().manual_seed(5)
     for cut in CUTS:
         images = torch.randn(BATCH, 2, 8, 8, generator=generator).double()
         targets = torch.randn(BATCH, generator=generator).double()
         samples = samples_of_rank(fabric, cut)
-        errors = model(images[samples]) - targets[samples]
+        errors = forward(images[samples]) - targets[samples]
         loss = errors.pow(2).sum()
         fabric.backward(loss, weight=len(errors))
         optimizer.step()
@@ -84,12 +87,14 @@ MESH = ModelParallelStrategy(tp_plan={"head": "rowwise_rep"}, tensor_parallel_si
 JOBS: dict[str, tuple[Any, int]] = {"ddp": ("ddp", 2), "fsdp": ("fsdp", 2), "mesh": (MESH, 4)}
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_training_equals_one_process_with_the_whole_batch(job: str) -> None:
+@pytest.mark.parametrize(
+    ("job", "compiles"), [("ddp", False), ("ddp", True), ("fsdp", False), ("mesh", False)]
+)
+def test_training_equals_one_process_with_the_whole_batch(job: str, compiles: bool) -> None:
     strategy, ranks = JOBS[job]
     with Fabric(accelerator="cpu", devices=1, precision="64-true") as fabric:
         expected = train(fabric)
-    results = run_in_ranks(train, strategy=strategy, ranks=ranks, precision="64-true")
+    results = run_in_ranks(train, compiles, strategy=strategy, ranks=ranks, precision="64-true")
     for tensors in results:
         torch.testing.assert_close(tensors, expected, rtol=1e-10, atol=1e-10)
 

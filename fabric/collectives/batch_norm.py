@@ -61,6 +61,9 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
+        if torch.compiler.is_compiling():
+            # Compiled code cannot contain the communicator, so the layer runs between two graphs.
+            return torch.compiler.disable(self.forward)(input)
         communicator = self._ranks.communicator
         if communicator is None:
             # The job has ended, or the layer comes from a pickle. Raises if there are other ranks.
