@@ -6,7 +6,8 @@ within a round. "Loop blocked" is how long `fabric.save(..., async_=True)` takes
 second save on. "Loop slowed" is how much longer a training step on one thread takes meanwhile.
 "With the comparison" is a save under DDP on two ranks that finds replicas that drift apart, and
 "without" is the same with ``check_replicas=False``; these two take five times as many rounds, since
-their ratio is close to 1. --quick takes 50 MB and two rounds.
+their ratio is close to 1. "In 2,000 parameters" is the same with half the bytes in many small
+tensors. --quick takes 50 MB and two rounds.
 """
 
 import argparse
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="forkserver") as fabric:
             fabric.launch(shards, Path(folder, "shards"), megabytes, rounds)
         with Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver") as fabric:
-            fabric.launch(replicas, Path(folder, "replicas.pt"), megabytes, rounds)
+            path = Path(folder, "replicas.pt")
+            fabric.launch(replicas, path, megabytes, rounds)
+            fabric.launch(small_replicas, path, megabytes, rounds)
 
 
 def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
@@ -79,8 +82,26 @@ def shards(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
 
 
 def replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
-    """Compare saves of a model and an optimizer with and without the comparison of replicas."""
-    net = model_of(megabytes // 3)
+    """Measure the comparison of large tensors."""
+    compare_saves(fabric, path, model_of(megabytes // 3), rounds, "with the comparison")
+
+
+def small_replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
+    """Measure the comparison of many small tensors, with half of the bytes."""
+    net = model_of(megabytes // 6, num_parameters=2000)
+    compare_saves(fabric, path, net, rounds, "in 2,000 parameters")
+
+
+def compare_saves(fabric: Fabric, path: Path, net: nn.Module, rounds: int, title: str) -> None:
+    """Compare saves of a model and an optimizer with and without the comparison of replicas.
+
+    Args:
+        fabric: the job of several ranks.
+        path: the checkpoint.
+        net: the model, whose optimizer has twice its bytes.
+        rounds: a fifth of the number of pairs of saves.
+        title: what is compared, for the table.
+    """
     adam = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters():
         adam.state[parameter] = {
@@ -118,7 +139,7 @@ def replicas(fabric: Fabric, path: Path, megabytes: int, rounds: int) -> None:
                 alone.append(save(is_compared=False, async_=async_))
                 compared.append(save(is_compared=True, async_=async_))
         if fabric.is_global_zero:
-            line(f"{name}, with the comparison", compared[1:], "without", alone[1:])
+            line(f"{name}, {title}", compared[1:], "without", alone[1:])
 
 
 def in_background(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -> None:
@@ -156,13 +177,13 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def model_of(megabytes: int) -> nn.Module:
-    """Return a module with sixteen parameters of so many megabytes together."""
+def model_of(megabytes: int, num_parameters: int = 16) -> nn.Module:
+    """Return a module whose parameters have so many megabytes together."""
     # FSDP does not shard a ParameterList.
-    count = megabytes * 1_000_000 // 4 // 16
+    num_elements = megabytes * 1_000_000 // 4 // num_parameters
     model = nn.Module()
-    for number in range(16):
-        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(count)))
+    for number in range(num_parameters):
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(num_elements)))
     return model
 
 
