@@ -1,6 +1,7 @@
 """BatchNorm layers whose statistics are those of the batches of all ranks together."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         if torch.compiler.is_compiling():
             # Compiled code cannot contain the communicator, so the layer runs between two graphs.
-            return torch.compiler.disable(self.forward)(input)
+            forward_outside_of_graphs: Any = torch.compiler.disable(self.forward)
+            return forward_outside_of_graphs(input)
         communicator = self._ranks.communicator
         if communicator is None:
             # The job has ended, or the layer comes from a pickle. Raises if there are other ranks.
