@@ -418,6 +418,49 @@ def test_mean_losses_of_sharded_weights_have_the_gradients_of_one_process() -> N
             assert_equals_plain(tensors)
 
 
+# The first rank's rows of this tensor lack the largest and the smallest element.
+UNLIKE_ROWS = torch.tensor([[1.0, 2.0], [0.5, 1.5], [3.0, -4.0]])
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "greatest absolute value": lambda weight: torch.linalg.vector_norm(weight, torch.inf),
+    "norms of columns": lambda weight: weight.norm(dim=0).sum(),
+    "norms of columns over dimension 0": lambda weight: weight.norm(dim=0).sum(0),
+    "norms in a list": lambda weight: torch.stack(torch._foreach_norm([weight, 2 * weight])).sum(),
+    "columns with a positive element": lambda weight: (weight > 0).any(0).sum(),
+    "any as a number": lambda weight: (weight > 0).any().float() * 3,
+    "no column with a large element": lambda weight: ~(weight > 2.5).any(0, keepdim=True),
+    "any over dimensions": lambda weight: torch.any(weight > 2.5, (0, 1)),
+}
+
+
+def reduce_weights(fabric: Fabric) -> dict[str, Tensors]:
+    """Return the value of each reduction, and the gradient if there is one."""
+    plain = nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        plain.weight.copy_(UNLIKE_ROWS)
+    model = fabric.setup(copy.deepcopy(plain))
+    results: dict[str, Tensors] = {}
+    for name, reduce in REDUCTIONS.items():
+        tensors = Tensors([], [])
+        for weight, list_of_tensors in zip((model.weight, plain.weight), tensors, strict=True):
+            value = reduce(weight)
+            list_of_tensors.append(full_tensor(value.detach()))
+            if value.requires_grad:
+                value.backward()
+                list_of_tensors.append(full_tensor(weight.grad))
+                weight.grad = None
+        results[name] = tensors
+    return results
+
+
+def test_reductions_of_sharded_weights_are_those_of_one_process() -> None:
+    for results in run_sharded(reduce_weights):
+        for name, tensors in results.items():
+            torch.testing.assert_close(tensors.sharded, tensors.plain, msg=name)
+
+
 class Draws(NamedTuple):
     """The parameters of a sharded and a plain model, and a number that each draws afterwards."""
 

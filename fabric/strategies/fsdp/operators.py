@@ -96,14 +96,23 @@ _LOSSES_BACKWARD = {
     torch.ops.aten.soft_margin_loss_backward.default: 3,
     torch.ops.aten.binary_cross_entropy_backward.default: 4,
 }
+_SUM = torch.ops.aten.sum.default
+_SUM_OF_DIMENSIONS = torch.ops.aten.sum.dim_IntList
+# These return whether any element is not zero.
+_ANY = (
+    torch.ops.aten.any.default,
+    torch.ops.aten.any.dim,
+    torch.ops.aten.any.dims,
+)
+
 # The values of ``reduction``.
 _NO_REDUCTION = 0
 _MEAN = 1
 
 
 # [Note: Operators on shards]
-# torch runs most operators on DTensors as on plain tensors. For the first three kinds of these
-# operators it uses the shard of this rank alone, without a word:
+# torch runs most operators on DTensors as on plain tensors. With these operators the result is
+# wrong without a word:
 #
 # - A norm, sum, mean or maximum of a sharded tensor is a DTensor of *partial* values, which are not
 #   reduced yet. `float(x)`, `x.item()` and a condition read the value of this rank. The read is an
@@ -116,6 +125,11 @@ _MEAN = 1
 # - `mse_loss` and other losses take the mean over the shard. Their gradients are too large by the
 #   number of shards, and their values are wrong if the shards differ in size. Here the mean is that
 #   over the whole tensor.
+# - A sum of several partial norms, as in `weight.norm(dim=0).sum()`, sums the norms of each shard.
+#   Here the norms are those of the whole tensor. A sum over an empty list of dimensions, which
+#   stands for all dimensions, is that of the shard. The gradients of `amax` and `amin` contain it.
+# - `any` adds up the results of the ranks, so that a true element counts once for each rank. Here
+#   the results are combined by their maximum.
 # - Rows of a sharded tensor, such as `x[0]` or `x[2:4]`, are a copy that the ranks have gathered.
 #   `x[0].zero_()` would change the copy alone, and is an error. In-place operators are not watched
 #   before a program has made such a copy.
@@ -140,6 +154,9 @@ def handle_operators(rank: int) -> Callable[[], None]:
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS_WITH_OUT, _draw_into))
     functions[_RRELU] = _multiply_with_noise
+    functions[_SUM] = _sum
+    functions[_SUM_OF_DIMENSIONS] = _sum_dimensions
+    functions.update(dict.fromkeys(_ANY, _any))
     for operator, position in _LOSSES.items():
         functions[operator] = partial(_reduce_losses, position)
     for operator, position in _LOSSES_BACKWARD.items():
@@ -326,6 +343,59 @@ def _without_reduction(position: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
     # Optional tensors before ``reduction`` may have been left out.
     left_out = [None] * (position - len(args))
     return (*args[:position], *left_out, _NO_REDUCTION, *args[position + 1 :])
+
+
+def _sum(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return the sum of a DTensor. Collective for norms that are not reduced yet."""
+    dtensor, *other_args = args
+    return call_without_function(operator, (_with_reduced_norms(dtensor), *other_args), kwargs)
+
+
+def _sum_dimensions(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return the sum of a DTensor over dimensions. Collective for norms not reduced yet."""
+    dtensor, dimensions, *other_args = args
+    if not dimensions:
+        # None and an empty list stand for all dimensions.
+        dimensions = list(range(dtensor.ndim))
+    return _sum(operator, (dtensor, dimensions, *other_args), kwargs)
+
+
+def _with_reduced_norms(dtensor: Any) -> Any:
+    """Return a DTensor of norms with their values reduced over the ranks. Others are unchanged.
+
+    Collective for norms that are not reduced yet.
+    """
+    from torch.distributed.tensor import Partial, Replicate  # takes a second to import
+
+    placements: list[Any] = []
+    for placement in dtensor.placements:
+        # Norms have a subclass of Partial. torch itself reduces other partial values, where a sum
+        # needs it.
+        if placement.is_partial() and type(placement) is not Partial:
+            placement = Replicate()
+        placements.append(placement)
+    if tuple(placements) == tuple(dtensor.placements):
+        return dtensor
+    return dtensor.redistribute(placements=placements)
+
+
+def _any(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Return whether any element is not zero, as values of which the maximum is the result."""
+    from torch.distributed.tensor import DTensor, Partial  # takes a second to import
+
+    result = call_without_function(operator, args, kwargs)
+    placements: list[Any] = []
+    for placement in result.placements:
+        if placement.is_partial():
+            placement = Partial("max")
+        placements.append(placement)
+    return DTensor.from_local(
+        local_tensor(result),
+        result.device_mesh,
+        placements,
+        shape=result.shape,
+        stride=result.stride(),
+    )
 
 
 def _empty_whole(dtensor: Any) -> Tensor:
