@@ -207,10 +207,11 @@ class Job:
             with self._log.open("rb") as file:
                 file.seek(self._position)
                 for line in file:
-                    # The last line may be incomplete.
-                    if line.endswith(b"\n"):
-                        self._position += len(line)
-                        self._events.append(json.loads(line))
+                    # The last line may be incomplete. Its end may be there in the next iteration.
+                    if not line.endswith(b"\n"):
+                        break
+                    self._position += len(line)
+                    self._events.append(json.loads(line))
         return [event for event in self._events if event["event"] == kind]
 
     def wait_for_steps(self, count: int) -> bool:
