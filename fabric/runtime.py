@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -213,12 +214,16 @@ class Runtime:
             value: the value of this rank. Only the value of rank 0 is used.
 
         Raises:
+            CollectiveMismatchError: rank 0 has ended without writing the value.
             UsageError: rank 0 wrote no value within the timeout.
         """
         if self.recorder is None:
             return self.store.from_rank0(key, value)
+        find_end = None
+        if self.reporter is not None:
+            find_end = partial(self.reporter.reason_of_end, 0)
         with self.recorder.record_wait_for_rank0(title, self.store.size):
-            return self.store.from_rank0(key, value)
+            return self.store.from_rank0(key, value, find_end)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """Return the collectives over a process group of torch. Not a collective.

@@ -4,20 +4,24 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageError
 from fabric.world import World
 
 __all__ = ["JobStore", "find_store", "unused_key_prefix"]
 
 # The pause between two checks of the store for missing keys.
 _POLL_SECONDS = 0.005
+# In a wait for rank 0, which may be long and on many ranks, each pause is longer than the one
+# before by this factor, up to this time in seconds.
+_PAUSE_GROWTH = 1.5
+_MAX_POLL_SECONDS = 0.1
 
 
 class JobStore:
@@ -40,7 +44,9 @@ class JobStore:
         self.size = size
         self._existing_keys: set[str] = set()  # keys that read() need not check again
 
-    def from_rank0(self, key: str, value: bytes) -> bytes:
+    def from_rank0(
+        self, key: str, value: bytes, find_end: Callable[[], str] | None = None
+    ) -> bytes:
         """Return rank 0's value for a key on every rank. Other ranks wait for rank 0.
 
         Every rank has to call this method with the same key. Rank 0 does not wait for other ranks.
@@ -48,24 +54,42 @@ class JobStore:
         Args:
             key: the name of the value. Use a new key for each call.
             value: the value of this rank. Only the value of rank 0 is used.
+            find_end: returns why rank 0 makes no further calls, or an empty text while rank 0 runs.
+                It is called several times per second during the wait. None, the default, does not
+                notice the end of rank 0, and waits for the timeout of the store.
 
         Raises:
+            CollectiveMismatchError: rank 0 has ended without writing the value.
             UsageError: rank 0 wrote no value within the timeout.
         """
         if self.rank == 0:
             self.set(key, value)
             return value
-        try:
-            return self._store.get(key)
-        except dist.DistStoreError as error:
-            raise UsageError(
-                f"rank {self.rank} waits for rank 0's {key!r}",
-                problem=f"rank 0 has not written it within the timeout: {error}",
-                expected="every rank iterates over the same loaders, and builds the same models, "
-                "in the same order",
-                suggestion="look for a branch on the rank around a loop over a loader or the build "
-                "of a model",
-            ) from error
+        request = f"rank {self.rank} waits for rank 0's {key!r}"
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        pause = _POLL_SECONDS
+        # The get() of the store would wait, too. But nothing would end that wait early, neither a
+        # signal nor the end of rank 0.
+        while not self._store.check([key]):
+            end_of_rank0 = ""
+            if find_end is not None:
+                end_of_rank0 = find_end()
+            # Checked again, since rank 0 may have written the value just before it ended.
+            if end_of_rank0 != "" and not self._store.check([key]):
+                raise CollectiveMismatchError(request, problem=f"rank 0 {end_of_rank0}")
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    request,
+                    problem="rank 0 has not written it within the timeout of "
+                    f"{self._store.timeout.total_seconds():g} s",
+                    expected="every rank iterates over the same loaders, and builds the same "
+                    "models, in the same order",
+                    suggestion="look for a branch on the rank around a loop over a loader or the "
+                    "build of a model",
+                )
+            time.sleep(pause)
+            pause = min(_PAUSE_GROWTH * pause, _MAX_POLL_SECONDS)
+        return self._store.get(key)
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:
         """Write a value unless a rank has written one. Return the value that is now written."""

@@ -224,6 +224,31 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path, monkeypatch):
         LAUNCHERS["forkserver"].launch(stop_or_fail, (tmp_path / "pid",), {}, TWO)
 
 
+def end_before_the_epoch(is_killed: bool) -> None:
+    """End rank 0, which draws the order of the epoch, while rank 1 waits for this order."""
+    fabric = Fabric(accelerator="cpu", devices=2, watchdog=600)
+    fabric.launch()
+    loader = fabric.setup_dataloaders(DataLoader(range(8), shuffle=True))
+    if fabric.global_rank == 1:
+        next(iter(loader))
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fabric.teardown()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_rank_does_not_wait_for_a_value_of_a_rank_0_that_has_ended(is_killed, monkeypatch):
+    for name in ("COLLECT_TIMEOUT", "DESCRIBE_TIMEOUT", "END_GRACE"):
+        monkeypatch.setattr(supervisor, name, math.inf)
+    with pytest.raises(RankFailedError) as caught:
+        LAUNCHERS["forkserver"].launch(end_before_the_epoch, (is_killed,), {}, TWO)
+    if is_killed:
+        assert str(caught.value).startswith("rank 0 of 2 was killed by SIGKILL")
+    else:
+        assert caught.value.rank == 1
+        assert "rank 0 makes no further calls: it has finished" in str(caught.value)
+
+
 def test_a_hook_of_the_user_for_uncaught_errors_stays(monkeypatch):
     def log_error(kind, error, trace):
         """Stand for the hook of a logging service."""

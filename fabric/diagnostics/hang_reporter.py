@@ -20,7 +20,7 @@ from fabric.diagnostics.deadlocks import (
     deadlocked_ranks,
     odd_ranks,
 )
-from fabric.diagnostics.hang_report import compose_report
+from fabric.diagnostics.hang_report import MAX_LISTED_RANKS, compose_report
 from fabric.diagnostics.published_states import read_states, reasons_of_ended_ranks
 from fabric.diagnostics.rank_observer import RankObserver
 from fabric.diagnostics.rank_state import COMPILES, RankState
@@ -225,14 +225,25 @@ class HangReporter:
         # The lost rank may be the one that hosts the store.
         with suppress(dist.DistError):
             while not lines and monotonic() < deadline:
-                lines = reasons_of_ended_ranks(self.store)
+                reasons = reasons_of_ended_ranks(self.store, range(self.store.size))
+                lines = [f"  rank {rank}: {reasons[rank]}" for rank in sorted(reasons)]
                 sleep(_PAUSE)
         report = self._report or ""
         # If the report proves a deadlock, fabric itself has ended a rank. The report says why.
         proves_deadlock = CANNOT_GO_ON in report
         if proves_deadlock:
             return _shorten(report)
-        return "\n".join(lines)
+        return "\n".join(lines[:MAX_LISTED_RANKS])
+
+    def reason_of_end(self, rank: int) -> str:
+        """Return why a rank makes no further calls, or an empty text if it may make some.
+
+        Call this method in the thread that waits for the rank.
+        """
+        # If the process that hosts the store has ended, the call that waits fails by itself.
+        with suppress(dist.DistError):
+            return reasons_of_ended_ranks(self.store, [rank]).get(rank, "")
+        return ""
 
     def _watch(self) -> None:
         """Poll until :meth:`close` is called or the store is gone. Runs in the thread."""

@@ -1,6 +1,7 @@
 """The states that the ranks have published in the store, and what is seen of other ranks."""
 
-from fabric.diagnostics.hang_report import MAX_LISTED_RANKS
+from collections.abc import Iterable
+
 from fabric.diagnostics.rank_state import RankState
 from fabric.diagnostics.stacks import StackAddress, has_ended, read_stack
 from fabric.store import JobStore
@@ -45,16 +46,24 @@ def _read_unresponsive_state(store: JobStore, rank: int) -> RankState:
     return RankState(activity, stack=stack, has_ended=has_process_ended)
 
 
-def reasons_of_ended_ranks(store: JobStore) -> list[str]:
-    """Return why ranks make no further calls, one line for each of the first such ranks."""
-    ranks = range(store.size)
+def reasons_of_ended_ranks(store: JobStore, ranks: Iterable[int]) -> dict[int, str]:
+    """Return why ranks make no further calls, by rank, as text that follows "rank 1".
+
+    The result has no entry for a rank that runs, or that nothing is known of.
+
+    Args:
+        store: the store of the job.
+        ranks: the ranks to look at.
+    """
+    ranks = list(ranks)
     reasons: dict[int, str] = {}
     for rank, address in store.read("address", ranks).items():
         stack_address = StackAddress(*address)
         if has_ended(stack_address.node, stack_address.pid):
-            reasons[rank] = f"its process (pid {stack_address.pid}) has ended"
+            reasons[rank] = (
+                f"makes no further calls: its process (pid {stack_address.pid}) has ended"
+            )
     # A reason that a rank has published says more, and replaces the other one.
     for rank, state in store.read("closed", ranks).items():
         reasons[rank] = RankState(*state).activity
-    lines = [f"  rank {rank}: {reasons[rank]}" for rank in sorted(reasons)]
-    return lines[:MAX_LISTED_RANKS]
+    return reasons
