@@ -27,6 +27,7 @@ from fabric.communicators.recorded import RecordedCommunicator
 from fabric.diagnostics.hang_reporter import DEFAULT_WATCHDOG, HangReporter, connect_again
 from fabric.diagnostics.recorder import FlightRecorder
 from fabric.errors import ConfigurationError
+from fabric.launchers.rank import ControlThread
 from fabric.precision import Precision
 from fabric.store import JobStore, find_store, unused_key_prefix
 from fabric.world import World
@@ -445,8 +446,13 @@ def _announce_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
 
     If the wait takes longer than ``watchdog``, a timer's thread prints that this rank waits. No
     hang report is possible before the ranks are connected. A ``watchdog`` of zero prints nothing.
+    The supervisor is told of the wait, if there is one.
     """
     context = ExitStack()
+    control_thread = ControlThread.of_this_process()
+    if control_thread is not None:
+        control_thread.send("connecting", True)
+        context.callback(control_thread.send, "connecting", False)
     # Two ranks print, since one of the two may be the rank that is missing.
     if watchdog and rank < 2:
         text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"

@@ -224,6 +224,20 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path, monkeypatch):
         LAUNCHERS["forkserver"].launch(stop_or_fail, (tmp_path / "pid",), {}, TWO)
 
 
+def fail_before_the_connection() -> None:
+    """Fail in rank 0, for which rank 1 waits in the C++ code of torch."""
+    if os.environ["RANK"] == "0":
+        raise ValueError("only rank 0")
+    Fabric(accelerator="cpu", devices=2).launch()
+
+
+def test_a_rank_that_connects_is_not_waited_for(monkeypatch):
+    for name in ("COLLECT_TIMEOUT", "DESCRIBE_TIMEOUT", "END_GRACE"):
+        monkeypatch.setattr(supervisor, name, math.inf)
+    with pytest.raises(RankFailedError, match="only rank 0"):
+        LAUNCHERS["forkserver"].launch(fail_before_the_connection, (), {}, TWO)
+
+
 def end_before_the_epoch(is_killed: bool) -> None:
     """End rank 0, which draws the order of the epoch, while rank 1 waits for this order."""
     fabric = Fabric(accelerator="cpu", devices=2, watchdog=600)

@@ -71,6 +71,7 @@ The environment variables of the rank are set between the two calls.
 # ready      rank         None. From now on a signal runs the rank's `finally` blocks
 # error      rank         the `Failure` that ends the rank
 # finished   rank         the pickled result of the payload
+# connecting rank         whether the rank now waits until all ranks have connected
 # signal     rank         the number of a signal that the rank's main thread has acted on
 # saving     rank         None. From now on a signal asks the rank to save and exit
 # describe   supervisor   None. The rank answers with *stack* and *described*
@@ -88,6 +89,7 @@ MessageKind = Literal[
     "ready",
     "error",
     "finished",
+    "connecting",
     "signal",
     "saving",
     "describe",

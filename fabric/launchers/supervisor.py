@@ -334,6 +334,14 @@ class RankProcess:
         """Return whether the process is stopped, as by SIGSTOP. It then handles no signal."""
         return read_stat(self.process.pid).get(StatField.STATE) == "T"
 
+    def cannot_respond(self) -> bool:
+        """Return whether the rank can neither send an error nor handle a signal.
+
+        Call this method after another rank has failed. A rank that is stopped cannot respond. Nor
+        can one that connects: the C++ code of torch waits for the failed rank.
+        """
+        return self.is_suspended() or self.messages.get("connecting", False)
+
     def cause_order(self, has_lost_peer: bool) -> _CauseOrder:
         """Return a sort key that puts the rank that has most likely ended the job first.
 
@@ -752,8 +760,8 @@ class Supervisor:
         cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
         error = self._error_for(cause, failures)
         for rank in self._running_ranks():
-            # A rank that SIGSTOP has stopped cannot run its ``finally`` blocks.
-            if rank.is_suspended():
+            # Such a rank cannot run its ``finally`` blocks either.
+            if rank.cannot_respond():
                 rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
@@ -761,22 +769,22 @@ class Supervisor:
     def _are_errors_complete(self) -> bool:
         """Return whether no rank will send another error, or a signal asks not to wait.
 
-        A rank that is exiting has sent its error already. A rank that is stopped sends nothing.
+        A rank that is exiting has sent its error already.
         """
         if self.signals:
             return True
-        return all(rank.is_exiting or rank.is_suspended() for rank in self._running_ranks())
+        return all(rank.is_exiting or rank.cannot_respond() for rank in self._running_ranks())
 
     def _are_descriptions_complete(self) -> bool:
         """Return whether all ranks that can have answered "describe", or a signal has arrived.
 
-        A rank that is exiting or stopped does not answer.
+        A rank that is exiting does not answer.
         """
         if self.signals:
             return True
         for rank in self._running_ranks():
             has_answered = rank.is_exiting or "described" in rank.messages
-            if not has_answered and not rank.is_suspended():
+            if not has_answered and not rank.cannot_respond():
                 return False
         return True
 
