@@ -728,7 +728,8 @@ def test_ranks_start_in_a_checkout_without_metadata(tmp_path: Path) -> None:
             job = fabric.Fabric()
             job.launch()
             total = job.all_reduce(torch.ones(()), reduce_op="sum")
-            print(f"rank {rank}: {int(total)} ranks of {fabric.__version__}")
+            # In one write: the ranks share the stream.
+            print(f"rank {rank}: {int(total)} ranks of {fabric.__version__}\\n", end="")
         """
     name = script(tmp_path, text)
     run = run_in_checkout(tmp_path, "run", "--devices", "2", "--accelerator", "cpu", name)
