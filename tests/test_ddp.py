@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.prune import l1_unstructured, remove
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
@@ -206,6 +207,23 @@ def test_a_penalty_with_a_backward_pass_of_its_own_is_explained_with_a_remedy_th
     for error in run_in_ranks(penalty_with_its_own_backward):
         assert "as by a penalty on a weight with a backward pass of its own" in error
         assert "fabric.backward(loss + penalty)" in error
+
+
+def remove_the_only_buffer(fabric: Fabric) -> str:
+    layer = nn.Linear(4, 1)
+    l1_unstructured(layer, "weight", 0.5)
+    model = fabric.setup(layer)
+    fabric.backward(model(torch.ones(2, 4)).mean())
+    remove(layer, "weight")
+    return outcome(lambda: fabric.backward(model(torch.ones(2, 4)).mean()))
+
+
+def test_buffers_that_are_removed_after_setup_are_named_with_a_remedy_that_works() -> None:
+    for error in run_in_ranks(remove_the_only_buffer):
+        assert "as after torch.nn.utils.prune.remove(...)" in error
+        assert "DDPStrategy(broadcast_buffers=False)" in error
+    strategy = DDPStrategy(broadcast_buffers=False, start_method="forkserver")
+    assert run_in_ranks(remove_the_only_buffer, strategy=strategy) == ["fine", "fine"]
 
 
 def backward_alone_in_no_sync(fabric: Fabric) -> str:

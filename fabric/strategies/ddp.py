@@ -62,13 +62,20 @@ _DECIDED_ARGUMENTS = {
 _UNUSED_PARAMETERS = re.compile(
     r"Parameter indices which did not receive grad for rank (?P<rank>\d+):(?P<indices>(?: \d+)+)"
 )
-# The start of torch's error about a parameter that gets its gradient twice.
-_READY_TWICE = "Expected to mark a variable ready only once"
-_NOTE_ON_READY_TWICE = (
-    "a parameter has got a gradient twice after one forward pass, as by a penalty on a weight with "
-    "a backward pass of its own, or by checkpoint(..., use_reentrant=True)\n"
-    "  Write: fabric.backward(loss + penalty); checkpoint(..., use_reentrant=False)"
-)
+# Notes for errors of torch, by a part of the error's text.
+_NOTES = {
+    "Expected to mark a variable ready only once": (
+        "a parameter has got a gradient twice after one forward pass, as by a penalty on a weight "
+        "with a backward pass of its own, or by checkpoint(..., use_reentrant=True)\n"
+        "  Write: fabric.backward(loss + penalty); checkpoint(..., use_reentrant=False)"
+    ),
+    "!tensors.empty() INTERNAL ASSERT FAILED": (
+        "the model had buffers at setup, and has none any more, as after "
+        "torch.nn.utils.prune.remove(...)\n"
+        "  Write: prune.remove(...) before fabric.setup(...) or after the last step; or "
+        "DDPStrategy(broadcast_buffers=False)"
+    ),
+}
 
 
 class DDPStrategy(ParallelStrategy):
@@ -436,18 +443,19 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def _explain_error(self, exception: BaseException) -> None:
-        """Add a note to two errors of DistributedDataParallel. Others are left alone.
+        """Add a note to the errors of DistributedDataParallel that this strategy knows.
 
-        One is about parameters that the loss does not use, of which torch gives only the indices.
-        The other one is about parameters that get their gradients twice. Errors that have a note
-        already are left alone, too.
+        One of them is about parameters that the loss does not use, of which torch gives only the
+        indices. Errors that have a note already are left alone.
         """
+        if getattr(exception, "__notes__", None):
+            return
         text = str(exception)
-        has_note = bool(getattr(exception, "__notes__", None))
-        if _READY_TWICE in text and not has_note:
-            exception.add_note(_NOTE_ON_READY_TWICE)
+        for part_of_text, note in _NOTES.items():
+            if part_of_text in text:
+                exception.add_note(note)
         match = _UNUSED_PARAMETERS.search(text)
-        if match is None or has_note:
+        if match is None:
             return
         indices = [int(index) for index in match["indices"].split()]
         for wrapper, names in self._names_by_wrapper.items():
