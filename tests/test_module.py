@@ -378,3 +378,21 @@ def test_the_error_of_a_method_that_bypasses_the_forward_pass_names_the_method(
     for text in run_in_ranks(train_on_output_of_method, strategy=strategy):
         assert "model.encode(...)" in text
         assert "model.head" not in text
+
+
+def test_parameters_that_torch_cannot_exchange_are_named_with_a_remedy_that_works() -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with Fabric(accelerator="cpu", devices=1) as fabric:
+            model = fabric.setup(nn.Linear(2, 1))
+            fabric.backward(model(torch.ones(1, 2)).mean())
+            with pytest.raises(RuntimeError, match="Cannot swap") as caught:
+                model.load_state_dict(model.state_dict())
+            # As the end of the block would call it.
+            fabric.strategy.on_exception(caught.value)
+            [note] = caught.value.__notes__
+            assert "set_swap_module_params_on_conversion(False) after fabric.setup(...)" in note
+            torch.__future__.set_swap_module_params_on_conversion(False)
+            model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
