@@ -66,7 +66,8 @@ class JobStore:
             self.set(key, value)
             return value
         request = f"rank {self.rank} waits for rank 0's {key!r}"
-        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        timeout: timedelta = self._store.timeout  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
+        deadline = time.monotonic() + timeout.total_seconds()
         pause = _POLL_SECONDS
         # The get() of the store would wait, too. But nothing would end that wait early, neither a
         # signal nor the end of rank 0.
@@ -81,7 +82,7 @@ class JobStore:
                 raise UsageError(
                     request,
                     problem="rank 0 has not written it within the timeout of "
-                    f"{self._store.timeout.total_seconds():g} s",
+                    f"{timeout.total_seconds():g} s",
                     expected="every rank iterates over the same loaders, and builds the same "
                     "models, in the same order",
                     suggestion="look for a branch on the rank around a loop over a loader or the "
