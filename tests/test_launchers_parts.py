@@ -11,6 +11,8 @@ import psutil
 import pytest
 import torch
 
+import fabric
+import fabric_compat
 from fabric.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -229,6 +231,23 @@ def test_an_archive_is_run_again(tmp_path):
     assert process.stderr == ""
     assert process.stdout == "result 0\n"
     assert process.returncode == 0
+
+
+def files_of_packages() -> list[str | None]:
+    return [sys.modules[name].__file__ for name in ("fabric", "fabric_compat")]
+
+
+def test_ranks_run_the_packages_of_the_process_that_starts_them(tmp_path, monkeypatch):
+    # As in a checkout, which this process found in the current folder, beside an installed version.
+    for name in ("fabric", "fabric_compat"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('the installed version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FABRIC_PRELOAD", "fabric_compat.installed")
+    spec = LaunchSpec(num_processes=2, results="first")
+    files = LAUNCHERS["spawn"].launch(files_of_packages, (), {}, spec)
+    assert files == [fabric.__file__, fabric_compat.__file__]
 
 
 @pytest.mark.parametrize(

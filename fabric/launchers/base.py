@@ -221,16 +221,24 @@ def start_interpreter(
 
 def _code_to_call(fn: Callable[[], None]) -> str:
     """Return the code with which a new interpreter imports and calls a function of fabric."""
-    # The folder of fabric is appended to sys.path only for these imports, and removed at the end.
-    # Otherwise the user's code could find other packages of the folder by accident.
-    statements = [
-        "import sys",
-        f"sys.path.append({_ROOT!r})",
-        f"from {fn.__module__} import {fn.__name__}",
-    ]
+    packages = ["fabric"]
     # fabric_compat sets this variable to a module that replaces imports of the user's code. The
     # module has to be loaded before fn runs this code.
     preload = os.environ.get("FABRIC_PRELOAD")
+    if preload:
+        packages.append("fabric_compat")
+    statements = [
+        "import sys",
+        # The packages of this process, also if others are installed. The folder comes first for
+        # these imports alone: its other packages must not shadow modules of the standard library.
+        f"sys.path.insert(0, {_ROOT!r})",
+        f"import {', '.join(packages)}",
+        "del sys.path[0]",
+        # The folder may have packages that fabric needs. It is removed in the end: otherwise the
+        # user's code could find other packages of the folder by accident.
+        f"sys.path.append({_ROOT!r})",
+        f"from {fn.__module__} import {fn.__name__}",
+    ]
     if preload:
         statements.append(f"import {preload}")
     statements.append("sys.path.pop()")
