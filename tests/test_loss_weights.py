@@ -1,11 +1,13 @@
 """Weighted losses: a step is that of all losses over all weights, as in one process."""
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -983,3 +985,48 @@ def test_an_optimizer_that_is_set_up_between_backward_and_step_does_not_step_by_
     with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
         parameters, expected = set_up_between_backward_and_step(fabric, weight, clears=True)
         torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-3)
+
+
+def train_twice_with_schedulers(fabric: Fabric) -> Tensor:
+    """Train two models one after the other, and return the second one's parameters.
+
+    Only rank 1 collects the first optimizer, which is in a reference cycle with its scheduler, by
+    itself.
+    """
+    gc.disable()
+    parameters = torch.empty(0)
+    for number in range(2):
+        model, optimizer = set_up_linear(fabric)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(2):
+            backward(fabric, model, 1.0 + number, 3 + 100 * number)
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = full_tensor(model.weight.detach()).clone()
+        del model, optimizer, scheduler
+        if fabric.global_rank == 1:
+            gc.collect()
+    gc.enable()
+    return parameters
+
+
+def test_a_dropped_optimizer_that_one_rank_has_not_collected_has_no_loss() -> None:
+    first, second = run_in_ranks(train_twice_with_schedulers)
+    assert torch.equal(first, second)
+
+
+def test_a_function_that_drops_its_optimizer_frees_it(fabric: Fabric) -> None:
+    model, optimizer = set_up_linear(fabric)
+    kept = locals()
+    for _ in range(3):
+        backward(fabric, model, 1.0, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert kept["model"] is model
+    del kept
+    backward(fabric, model, 1.0, 2)
+    optimizer.step()
+    dropped = ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert dropped() is None

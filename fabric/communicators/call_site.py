@@ -1,19 +1,21 @@
 """The line of the user's program that made a call."""
 
 import contextlib
+import inspect
 import os
 import re
 import sys
 import warnings
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
     "CallSite",
     "fold_frames",
+    "frame_locals",
     "is_user_code",
     "is_user_file",
     "user_call",
@@ -31,6 +33,9 @@ _INTERNAL_PATHS = (
 )
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + os.sep
 _FRAME_OF_STACK = re.compile(r'File "(?P<file>[^"]*)"')  # the beginning of a line of faulthandler
+# The references to a dict of locals within frame_locals(): those of the frame, of the variable and
+# of the argument of sys.getrefcount().
+_REFERENCES_TO_LOCALS = 3
 
 
 class CallSite(NamedTuple):
@@ -86,6 +91,24 @@ def user_call(frame: FrameType | None) -> CallSite | None:
     if called_code is not None and called_code.co_filename.startswith(_FABRIC):
         function = called_code.co_name
     return CallSite(frame.f_code.co_filename, frame.f_lineno, function)
+
+
+def frame_locals(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a frame, which the frame does not keep alive.
+
+    Before Python 3.13, the frame of a function keeps the dict that ``frame.f_locals`` returns, a
+    copy, until the function returns. ``del model`` in the function would then free nothing.
+    """
+    f_locals = frame.f_locals
+    values = dict(f_locals)
+    # The locals of a module or a class are its namespace, and no copy.
+    is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if sys.version_info < (3, 13) and is_function:
+        # ``locals()`` returns the same dict, which the user may have kept.
+        is_kept_by_user = sys.getrefcount(f_locals) > _REFERENCES_TO_LOCALS
+        if not is_kept_by_user:
+            f_locals.clear()
+    return values
 
 
 def warn_user(message: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
-from fabric.communicators.call_site import CallSite, is_user_code, is_user_file
+from fabric.communicators.call_site import CallSite, frame_locals, is_user_code, is_user_file
 
 __all__ = ["CodePosition", "code_positions", "find_clipping_function", "find_gradient_read"]
 
@@ -131,7 +131,7 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
     # what comes before it.
     begin = start[num_common - 1].offset + 1
     for end_frame in (end_frames[num_common - 1], *inner_frames):
-        values_by_name = {**end_frame.f_globals, **end_frame.f_locals}
+        values_by_name = {**end_frame.f_globals, **frame_locals(end_frame)}
         offsets = range(begin, end_frame.f_lasti)
         for segment in _segments_in(
             end_frame.f_code, offsets, values_by_name, follows_functions=True
