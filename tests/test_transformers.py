@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     GemmaConfig,
     GPTNeoXConfig,
     LlamaConfig,
@@ -254,11 +256,31 @@ CONFIGS = {
         n_group=1,
         topk_group=1,
     ),
+    # The experts of these two are modules in transformers 4, with the styles "local_colwise" and
+    # "local_rowwise". The first layer has no experts.
+    "dots": Dots1Config(
+        **SIZES,
+        head_dim=4,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        n_group=1,
+        topk_group=1,
+    ),
+    "ernie": Ernie4_5_MoeConfig(
+        **SIZES,
+        moe_num_experts=4,
+        moe_num_shared_experts=1,
+        moe_k=2,
+        moe_intermediate_size=8,
+    ),
 }
 
-EXPERTS = ["mixtral", "deepseek"]
+EXPERTS = ["mixtral", "deepseek", "dots", "ernie"]
 # Models that compute some numbers in float32, in place of float64.
-TOLERANCES = {"mixtral": 1e-5, "deepseek": 1e-5, "qwen next": 1e-6}
+TOLERANCES = {**dict.fromkeys(EXPERTS, 1e-5), "qwen next": 1e-6}
 
 # Before release 5, the experts of transformers were modules of their own, under other names.
 has_old_experts = transformers.__version__.startswith("4.")

@@ -40,8 +40,16 @@ __all__ = [
 # Newer model libraries use the second name of each of these styles.
 _WHOLE_OUTPUT_STYLES = ("colwise_rep", "colwise_gather_output")
 _WHOLE_INPUT_STYLES = ("rowwise_rep", "rowwise_split_input")
-# The name that transformers gives to "rowwise" for an Embedding.
-_EMBEDDING_STYLE = "embedding_rowwise"
+# Other names of transformers. There, a "local_rowwise" layer leaves the sum over the ranks to a
+# module around the layer, whose style is "gather". Here the layer sums its output itself, which
+# gives the same.
+_OTHER_NAMES = {
+    "embedding_rowwise": "rowwise",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+}
+# The styles of transformers for modules around such layers. The modules themselves are not split.
+_STYLES_AROUND_LAYERS = ("local", "gather")
 # The style of layers that compute with this rank's heads. transformers uses this name, too.
 _PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
 # The styles of transformers for a module with experts, and for their parameters, which the line of
@@ -57,7 +65,8 @@ _STYLES = (
     "rowwise",
     *_WHOLE_OUTPUT_STYLES,
     *_WHOLE_INPUT_STYLES,
-    _EMBEDDING_STYLE,
+    *_OTHER_NAMES,
+    *_STYLES_AROUND_LAYERS,
     "sequence_parallel",
     _PARTIAL_GRADIENT_STYLE,
     _EXPERTS_STYLE,
@@ -220,8 +229,10 @@ def _styles_of_layers(
                 problem=f"no layer is called {pattern!r}",
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
-        if style == _EMBEDDING_STYLE:  # another name of "rowwise"
-            style = "rowwise"
+        if style in _STYLES_AROUND_LAYERS:
+            continue
+        if isinstance(style, str):
+            style = _OTHER_NAMES.get(style, style)
         # If a layer fits several patterns, the last one decides.
         layers.update(dict.fromkeys(matching_modules, style))
     # The style of a latent projection needs a width from the module around the layer. Without it,
