@@ -48,6 +48,8 @@ _MAX_STEP_CALLS = 20
 # The number of steps of all optimizers together in which SetupChecks checks them. It is larger,
 # since in a GAN one optimizer may step five times before the other one.
 _CHECKED_STEPS_OF_ALL = 6
+# The seconds in which the other ranks of a split layer are expected to finish a step.
+_MAX_WAIT_FOR_STEP = 10.0
 _TURN_OFF = "Fabric(check_training=False) if this is meant"
 _GATHER_WITH_GRADIENTS = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _MAX_NAMES_CHARACTERS = 400  # of a list of parameters in an error
@@ -157,18 +159,12 @@ class _FingerprintComparison:
 
         The loss is recorded only if it has to be equal on all ranks.
         """
-        # The contracts of other models do not count: an old model may be garbage that only some
-        # ranks have collected.
-        trained_ids = _ids(parameters_of(optimizer))
-        trained_contracts: list[GradientContract] = []
-        for contract in self._contracts:
-            if not trained_ids.isdisjoint(_ids(contract.parameters().values())):
-                trained_contracts.append(contract)
+        trained_contracts = self._trained_contracts(optimizer)
         if any(contract.synchronizes() for contract in trained_contracts):
             self._synchronized_backwards += 1
         # Ranks may have different parts of a loss that is a DTensor.
         is_dtensor = local_tensor(loss) is not loss
-        must_be_equal = any(contract.has_equal_losses for contract in trained_contracts)
+        must_be_equal = any(contract.ranks_of_layers for contract in trained_contracts)
         if must_be_equal and not is_dtensor:
             self._loss_digests += digests([loss])
 
@@ -217,10 +213,26 @@ class _FingerprintComparison:
         content = published.to_bytes()
         # Writes this rank's values if no rank has written any. Returns the values in the store.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
-        if first.fingerprint != self._fingerprint.numbers:
+        is_different = first.fingerprint != self._fingerprint.numbers
+        if is_different:
             # This rank writes before it raises, so that the other ranks raise, too.
             self._store.set(self._key("other"), content)
+        self._wait_for_ranks_of_layers(optimizer)
+        if is_different:
             self._raise_if_different(first)
+        self.check_latest_step()
+
+    def _wait_for_ranks_of_layers(self, optimizer: Optimizer) -> None:
+        """Wait until the ranks that hold parts of the same layers have compared the latest step.
+
+        Otherwise an equal rank could go on to the next forward pass, and wait there for a rank that
+        has raised. A rank that does not make the step is waited for in vain.
+        """
+        for contract in self._trained_contracts(optimizer):
+            if contract.ranks_of_layers:
+                topic = self._key("compared")
+                self._store.publish(topic, True)
+                self._store.read(topic, contract.ranks_of_layers, _MAX_WAIT_FOR_STEP)
 
     def check_latest_step(self) -> None:
         """Raise if a rank has found that its replicas differ after the latest step.
@@ -231,6 +243,19 @@ class _FingerprintComparison:
         content = self._store.get_nowait(self._key("other"))
         if content is not None:
             self._raise_if_different(_Published.from_bytes(content))
+
+    def _trained_contracts(self, optimizer: Optimizer) -> list[GradientContract]:
+        """Return the contracts of the modules with parameters of the optimizer.
+
+        The contracts of other models do not count: an old model may be garbage that only some ranks
+        have collected.
+        """
+        trained_ids = _ids(parameters_of(optimizer))
+        contracts: list[GradientContract] = []
+        for contract in self._contracts:
+            if not trained_ids.isdisjoint(_ids(contract.parameters().values())):
+                contracts.append(contract)
+        return contracts
 
     def _compute_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> _Fingerprint:
         """Return the fingerprint of this rank, of what has to be equal on all ranks.
@@ -475,7 +500,8 @@ class _ClearedWindows:
 # fingerprint to the store under the key "first". A rank with another fingerprint writes its own
 # under the key "other". Every rank reads the key "other" after the next backward pass, which needs
 # every rank. So the store, which is in the memory of one node, holds at most two fingerprints for
-# each step, however many ranks there are.
+# each step, however many ranks there are. The ranks of split layers need each other in the next
+# forward pass already. So they wait for each other after the step, and read the key "other" then.
 #
 # Only certain mistakes are errors. A missing gradient is an error if the strategy needs the
 # gradient, and otherwise a warning at the last of these steps. Parameters outside of set-up modules

@@ -577,8 +577,8 @@ class ModelParallelStrategy(FSDPStrategy):
             replicated=lambda: replicated,
             # The name of the set of ranks that compare these parameters.
             scope="parts of layers",
-            # The ranks of a layer have the same batch, and so the same loss.
-            has_equal_losses=True,
+            # The first group along "tensor_parallel".
+            ranks_of_layers=range(topology.tensor_parallel_size),
             replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
             "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
             '"replicated_with_grad_allreduce" of tp_plan for this layer',
