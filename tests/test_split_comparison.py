@@ -218,6 +218,37 @@ def test_another_model_than_the_whole_one_is_an_error_that_names_layer_and_line(
     assert on_mesh(pass_through_wrong_blocks) == [True, True]
 
 
+class AttentionWithWideNorm(Attention):
+    """An attention with a norm of all columns, of which a rank has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.value(x)))
+
+
+def pass_through_wide_norm(fabric: Fabric) -> tuple[str, str]:
+    x = torch.ones(2, 5, WIDTH)
+    model = fabric.setup(Model(AttentionWithWideNorm()))
+    text = outcome(lambda: model(x))
+    # The remedy of the error.
+    strategy: Any = fabric.strategy
+    strategy.tp_plan = {"head": "rowwise_rep"}
+    model = fabric.setup(Model(AttentionWithWideNorm()))
+    return text, outcome(lambda: model(x))
+
+
+def test_an_error_because_of_the_split_names_the_module_and_the_lines_to_leave_out() -> None:
+    plan = {"*.value": "colwise", "*.out": "rowwise", "head": "rowwise_rep"}
+    for text, outcome_of_remedy in on_mesh(pass_through_wide_norm, tp_plan=plan):
+        assert text.startswith("RuntimeError: Given normalized_shape=[16]")
+        assert "block raises this error because its layers are split by " in text
+        assert '"*.value": "colwise", "*.out": "rowwise". As a whole it raises none' in text
+        assert outcome_of_remedy == "fine"
+
+
 def pass_output_on(module: nn.Module, args: Any, output: Any) -> None:
     """A hook behind which torch looks for more hooks if the forward pass raises."""
 

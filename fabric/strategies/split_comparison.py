@@ -242,7 +242,8 @@ class _Computations(NamedTuple):
 # Where a difference would prove nothing, there is no comparison: the ranks have different inputs,
 # as under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of
 # the user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation
-# mode. Where users mean a difference, they name the module in the strategy's option `not_compared`.
+# mode. If only the split region raises, the error of the forward pass itself gets a note with the
+# lines of the plan. Where users mean a difference, they name the module in the strategy's option `not_compared`.
 # An error on some of the ranks reaches the user. See [Note: Agreeing collectives] in agreement.py.
 class SplitComparison:
     """Compares a split model with the whole one.
@@ -298,6 +299,8 @@ class SplitComparison:
         self._uncalled_paths: set[str] = set()
         # The number of passes with gradients and comparisons so far.
         self._num_passes = 0
+        # A note for the error of this pass. Empty unless a region raises because it is split.
+        self._note_for_error = ""
         # Whether a pass has ended in which regions were to be compared.
         self._has_compared = False
         # Removes the hooks of a pass with comparisons. Empty between two passes.
@@ -356,6 +359,9 @@ class SplitComparison:
         # Removes the hooks of the regions, and lets torch.compile compile again.
         self._undo_after_pass.close()
         self._is_in_pass = False
+        if error is not None and self._note_for_error:
+            error.add_note(self._note_for_error)
+        self._note_for_error = ""
         new_regions: list[_Region] = []
         if error is None:
             self._has_compared = True
@@ -504,6 +510,7 @@ class SplitComparison:
             _compute_both, region, self._generators, args, kwargs, region_of_error=region
         )
         if computations is None:
+            self._note_error_of_split(region, args, kwargs)
             return False
         split, whole, is_random = computations
         # If random numbers were drawn, or a layer was called more often in one of the two, the
@@ -517,6 +524,20 @@ class SplitComparison:
             return False
         self._raise_on_all_ranks(region, _compare_gradients(gradients, _tolerance(split)))
         return True
+
+    def _note_error_of_split(self, region: _Region, args: Any, kwargs: Any) -> None:
+        """Keep a note for the error of this pass if only the split region raises.
+
+        Collective among the ranks of a layer.
+        """
+        whole = self._run_on_all_ranks(_compute_whole, region, args, kwargs, region_of_error=region)
+        if whole is None:
+            return
+        lines = ", ".join(region.all_plan_lines)
+        self._note_for_error = (
+            f"{region.path or 'the model'} raises this error because its layers are split by "
+            f"{lines}. As a whole it raises none. Write: a plan without these layers"
+        )
 
     def _run_on_all_ranks(
         self, function: Callable[..., R], *args: Any, region_of_error: _Region
