@@ -17,6 +17,7 @@ import torch
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
+from fabric.launchers import LAUNCHERS, LaunchSpec
 from fabric.loggers import CSVLogger, KubeflowLogger, Logger, TensorBoardLogger
 
 
@@ -260,6 +261,33 @@ def test_a_logger_hears_that_the_block_failed():
         log_in_block([full, small], fails=True)
     assert full.calls == [{"lr": 0.1}, ({"loss": 0.5}, 3), "failed"]
     assert small.calls == [({"loss": 0.5}, 3)]
+
+
+class StatusFile:
+    """A logger that writes the status of the run to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def finalize(self, status):
+        self.path.write_text(status)
+
+
+def be_interrupted(path: Path) -> None:
+    """Stop as after a Ctrl-C, without a ``with`` block."""
+    fabric = Fabric(accelerator="cpu", devices=2, loggers=StatusFile(path))
+    fabric.launch()
+    raise KeyboardInterrupt
+
+
+def test_a_logger_hears_that_the_run_was_interrupted(tmp_path):
+    path = tmp_path / "status"
+    with pytest.raises(RankFailedError):
+        LAUNCHERS["forkserver"].launch(be_interrupted, (path,), {}, LaunchSpec(num_processes=2))
+    assert path.read_text() == "failed"
 
 
 def test_the_error_of_an_earlier_cell_is_no_failure_of_the_run(monkeypatch):

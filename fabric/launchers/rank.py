@@ -489,8 +489,8 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> Outcome:
         return Outcome(exit_code=0, message=Message("finished", pickled_result))
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         outcome = outcome_of_error(error, config.runs_script)
-        if not isinstance(error, KeyboardInterrupt | SystemExit):
-            # For exit handlers of the user: Python sets these after an uncaught exception.
+        if not isinstance(error, SystemExit):
+            # For exit handlers: Python sets these after an uncaught exception.
             sys.last_type = type(error)
             sys.last_value = error
             sys.last_traceback = error.__traceback__
