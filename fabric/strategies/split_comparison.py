@@ -243,8 +243,9 @@ class _Computations(NamedTuple):
 # as under sequence parallelism, the region draws random numbers in evaluation mode, it has hooks of
 # the user, an object among its arguments cannot be copied, or it raises on all ranks in evaluation
 # mode. If only the split region raises, the error of the forward pass itself gets a note with the
-# lines of the plan. Where users mean a difference, they name the module in the strategy's option `not_compared`.
-# An error on some of the ranks reaches the user. See [Note: Agreeing collectives] in agreement.py.
+# lines of the plan. Where users mean a difference, they name the module in the strategy's option
+# `not_compared`. An error on some of the ranks reaches the user. See [Note: Agreeing collectives]
+# in agreement.py.
 class SplitComparison:
     """Compares a split model with the whole one.
 
