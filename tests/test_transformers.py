@@ -11,6 +11,7 @@ import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
     Dots1Config,
@@ -417,6 +418,42 @@ def test_a_rank_whose_experts_get_no_tokens_trains_as_the_plain_loop() -> None:
         torch.testing.assert_close(losses_in_parts, losses, rtol=1e-5, atol=1e-5)
         if state:
             torch.testing.assert_close(state, dict(module.state_dict()), rtol=1e-5, atol=1e-5)
+
+
+def pass_through_experts(fabric: Fabric) -> list[str]:
+    # Transformers 4 has no class for this config.
+    config = AutoConfig.for_model(
+        "nemotron_h",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        layers_block_type=["attention", "moe"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+        n_group=1,
+        topk_group=1,
+    )
+    outcomes: list[str] = []
+    # The second one is the remedy of the error.
+    for implementation in ("eager", "grouped_mm"):
+        module = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+        model = fabric.setup(module)
+        outcomes.append(outcome(lambda model=model: model(TOKENS)))
+    return outcomes
+
+
+@needs_experts
+def test_experts_that_do_not_skip_those_of_other_ranks_are_errors_with_a_remedy() -> None:
+    mesh = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, tp_plan="auto")
+    for text, outcome_of_remedy in run_in_ranks(pass_through_experts, strategy=mesh):
+        assert "NemotronHExperts may not skip number 2" in text
+        assert 'Write: experts_implementation="grouped_mm"' in text
+        assert outcome_of_remedy == "fine"
 
 
 PLANS = {

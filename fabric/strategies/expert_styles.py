@@ -128,6 +128,13 @@ def _sum_experts(
     attributes.update(local_parameters)
     try:
         partial_sum = forward(local_states, local_index, local_weights)
+    except IndexError as error:
+        error.add_note(
+            f"{type(module).__name__} may not skip number {num_local}, which stands for the "
+            'experts of other ranks. Write: experts_implementation="grouped_mm" for the model, or '
+            "a plan without the lines of the experts"
+        )
+        raise
     finally:
         for name in local_parameters:
             del attributes[name]
