@@ -252,6 +252,39 @@ def test_a_class_that_the_user_allows_is_kept(tmp_path, allowed):
         assert through_a_file(save({"colour": Colour.RED}), tmp_path)["colour"] is Colour.RED
 
 
+class Names(list):
+    """A list of a class of the user's own."""
+
+
+SUBCLASSED_COLLECTIONS = [
+    Names(["a"]),
+    collections.defaultdict(list, a=[1]),
+    collections.deque([1]),
+]
+
+
+@pytest.mark.parametrize("value", SUBCLASSED_COLLECTIONS, ids=lambda value: type(value).__name__)
+def test_a_subclassed_collection_is_refused_also_if_its_class_is_allowed(value):
+    with (
+        torch.serialization.safe_globals([type(value)]),
+        pytest.raises(ArgumentTypeError, match="only into a plain list or dict"),
+    ):
+        save({"value": value})
+
+
+class RebuiltNames(list):
+    """A list whose constructor is passed the items again."""
+
+    def __reduce__(self):
+        return RebuiltNames, (list(self),)
+
+
+def test_a_subclassed_collection_that_passes_its_items_to_its_constructor_is_kept(tmp_path):
+    with torch.serialization.safe_globals([RebuiltNames]):
+        saved = save({"names": RebuiltNames(["a"])})
+        assert type(through_a_file(saved, tmp_path)["names"]) is RebuiltNames
+
+
 def test_an_object_whose_state_is_not_plain_is_refused():
     with pytest.raises(ArgumentTypeError, match=r"state\['counter'\]\['value'\]"):
         save({"counter": Counter(value=np.int64(3))})

@@ -4,7 +4,7 @@ import argparse
 import ctypes
 import math
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "PlainValue",
     "flatten_state",
     "from_json",
+    "has_pickled_items",
     "is_dense",
     "local_chunks",
     "memory_key",
@@ -370,6 +371,21 @@ def memory_key(tensor: Any) -> Any:
     )
 
 
+def has_pickled_items(value: PlainValue) -> bool:
+    """Return whether a value is a collection whose items torch cannot load without running code.
+
+    ``torch.load(weights_only=True)`` adds items only to a plain list or dict, also where
+    ``torch.serialization.add_safe_globals`` allows the class. A class whose ``__reduce__`` passes
+    the items to a constructor, as that of ``Counter`` does, can be loaded.
+    """
+    if type(value) in PLAIN_COLLECTIONS or not isinstance(value, list | dict | deque):
+        return False
+    # torch.save() uses protocol 2. Entries 3 and 4 are iterators of the items of a list and a dict.
+    reduction = value.__reduce_ex__(2)
+    items = [entry for entry in reduction[3:5] if entry is not None]
+    return bool(items)
+
+
 # See [Note: key path].
 def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     """Return the error for a value that is not plain, or for a collection that contains itself.
@@ -388,10 +404,16 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
         problem = "this collection contains itself"
     suggestion = (
         f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
-        "dict(value), enum.name, dataclasses.asdict(value), value.state_dict(); or an object with "
-        "load_state_dict() as an entry of the state itself. For classes that "
-        "torch.serialization.add_safe_globals allows: checkpoint_io=FullCheckpoint()"
+        "list(value), dict(value), enum.name, dataclasses.asdict(value), value.state_dict(); or an "
+        "object with load_state_dict() as an entry of the state itself."
     )
+    if has_pickled_items(value):
+        problem = "torch loads items only into a plain list or dict, not into a subclass or a deque"
+    else:
+        suggestion += (
+            " For classes that torch.serialization.add_safe_globals allows: "
+            "checkpoint_io=FullCheckpoint()"
+        )
     if isinstance(value, argparse.Namespace):
         # For example "{'args': vars(args)}": the same entry, with a dict as its value.
         entry_name = path[-1] if path else "args"

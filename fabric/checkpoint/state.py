@@ -17,6 +17,7 @@ from fabric._torch import COMPILED_MODULE, has_custom_state_loading
 from fabric.checkpoint.encoding import (
     PLAIN_COLLECTIONS,
     KeyPath,
+    has_pickled_items,
     to_json,
     unsupported,
 )
@@ -387,7 +388,8 @@ def _refuse_loop(path: KeyPath, value: Any) -> None:
 def check_plain(name: str, value: Any) -> None:
     """Raise an ArgumentTypeError unless an entry of a state is plain.
 
-    Instances of classes in ``torch.serialization.add_safe_globals`` are accepted.
+    Instances of classes in ``torch.serialization.add_safe_globals`` are accepted, except those of
+    collections whose items torch cannot load.
     """
     allowed_classes: set[Any] = {Tensor, nn.Parameter}
     for entry in get_safe_globals():
@@ -402,7 +404,7 @@ def check_plain(name: str, value: Any) -> None:
 
         ``to_json`` calls it for each value that is not a plain collection or scalar.
         """
-        if type(item) not in allowed_classes:
+        if type(item) not in allowed_classes or has_pickled_items(item):
             raise unsupported(path, item)
         if isinstance(item, Tensor):
             # A meta tensor has no values. torch itself allows DTensors, but a file cannot hold
