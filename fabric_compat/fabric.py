@@ -187,7 +187,7 @@ class Fabric(_Fabric):
         if model is None:
             model = self._prepare_module(module, trained_optimizers, move_to_device)
         else:
-            _note("a module that is set up again is the one that was")
+            _note("setup() of a module that is set up already returns the same module")
             if uncompiled(module) is not module:
                 model = compile_as(module, model)
         self._set_up(trained_optimizers)

@@ -486,7 +486,8 @@ def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None 
     The checkpoint cannot run code unless ``weights_only=False``.
     """
     if hasattr(path_or_url, "read"):
-        return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
+        may_run_code = weights_only is False  # None does not allow it
+        return torch.load(path_or_url, map_location, weights_only=not may_run_code)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
         return _load(file, map_location, weights_only)
 

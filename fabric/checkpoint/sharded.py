@@ -232,6 +232,7 @@ class ShardedCheckpoint:
                 return b""
             return read_index(request, path).content
 
+        # If rank 0 cannot read the index, all ranks raise its error.
         index = run_on_all_ranks(communicator, request, read_on_first_rank)
         return ShardedReader(request, path, communicator.broadcast_object(index, 0))
 

@@ -522,7 +522,7 @@ def _pack_alike(leaves: list[Leaf], sends_numbers: bool) -> Bucket | None:
 
     Args:
         leaves: all leaves of a collection.
-        sends_numbers: whether Python numbers travel. If false, floats are not packed.
+        sends_numbers: whether Python numbers are sent. If false, floats are not packed.
 
     Returns:
         The bucket of all leaves. None if the leaves are not alike or cannot be sent. Then ``pack``

@@ -56,7 +56,7 @@ class RemainingBatches:
         self.position = position
         self._batches = batches
         self._read_state = read_state
-        # The batch that was fetched ahead, or _END_OF_BATCHES. Empty if nothing was fetched ahead.
+        # At most one item: the batch that was fetched ahead, or _END_OF_BATCHES.
         self._fetched: list[Any] = []
 
     def has_next(self) -> bool:

@@ -64,7 +64,7 @@ def saved_position(
 def check_saved_position(
     saved: Any, spec: LoaderSpec, *, yields_in_order: bool, dataset_keeps_position: bool
 ) -> None:
-    """Raise if a loader cannot continue at a saved position with the samples of the saved loader.
+    """Raise if a loader cannot continue at a saved position with the samples that are left.
 
     ``load_state_dict`` calls this function before changing anything.
 
@@ -89,7 +89,7 @@ def check_saved_position(
     # Called for its error, for a number of ranks that cannot continue at the saved position.
     entries_to_skip(saved, spec)
     if is_inside_epoch(saved, spec):
-        # The dataset kept its position when it was saved, and can load it now.
+        # Whether the dataset keeps its position, and had saved it.
         can_load_dataset = dataset_keeps_position and saved["dataset"] is not None
         _check_restorable(
             saved, spec, yields_in_order=yields_in_order, can_load_dataset=can_load_dataset

@@ -175,7 +175,7 @@ class _FingerprintComparison:
         backward pass. So its step lacks the gradients of this pass. Called after
         :meth:`after_backward`, which counts the pass.
         """
-        # What the first rank that finishes the next step publishes.
+        # The first rank that finishes the next step publishes this.
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
         if content is None:
             return

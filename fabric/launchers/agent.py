@@ -642,10 +642,11 @@ class NodeAgent:
             self._set_end(_NodeEnd(exit_code=128 + signal.SIGINT, is_interrupted=True))
         self._should_leave = True
         self._agent_thread_wakeup.set()
-        # If the thread waits for a machine that does not answer, it ends with this process.
+        # A thread that waits for a machine without an answer ends with this process.
         timeout = _CLOSE_TIME
         if self._coordinator is not None:
-            # After one lease, each other agent knows the end of the job, or is lost.
+            # Other agents read the end of the job from this process. An agent that has not read it
+            # within one lease is lost.
             timeout += self._config.lease
         self._thread.join(timeout)
 

@@ -167,7 +167,7 @@ class CallingRank:
             signal_pipe: the descriptor from which the numbers of arrived signals are read, or None.
 
         Returns:
-            False: the supervisor ends the job because of the signal, and not of this call.
+            False, as a condition that ends no wait. The supervisor itself ends the job on a signal.
         """
         if signal_pipe is not None:
             with suppress(BlockingIOError):  # no signal has arrived

@@ -174,7 +174,10 @@ class ForkServer:
             return self._hazard
 
     def _request_hazard(self, while_waiting: Callable[[], object]) -> str:
-        """Ask the server for a hazard, and start the server if there is none."""
+        """Return the answer of the server to a hazard request. See :meth:`find_hazard`.
+
+        The server is started if there is no server. If it fails, this is the hazard.
+        """
         try:
             if self._server is None:
                 self._server = self._start_server()

@@ -309,7 +309,7 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
 
 
 def _import_of_main() -> dict[str, str] | None:
-    """Return the item that makes ``multiprocessing.spawn.prepare`` import ``__main__`` in a rank.
+    """Return the argument with which ``multiprocessing.spawn.prepare`` imports ``__main__``.
 
     The result is None if a rank cannot import the ``__main__`` of this process, as in a notebook.
     It is also None for the ``__main__.py`` of a package, folder or archive, because importing such

@@ -337,8 +337,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: Any = None) -> None:
         """Note that this rank is asked to stop.
 
-        This method is the handler of the signal ``number``, or a listener of the rank's handler,
-        which passes no frame.
+        This method is the handler of the signal ``number``. If the rank has a SignalHandler, that
+        is the handler, and calls this method without a frame.
         """
         self._is_requested = True
         # If close() ran in a thread that could not restore the previous handler, the handler is
@@ -346,7 +346,7 @@ class StopRequest:
         if not self._is_listening and self._restore_handler(number):
             signal.raise_signal(number)
             return
-        # A handler of the user is called as well. A SignalHandler is not: it calls this method.
+        # A handler of the user is called as well. A SignalHandler has called this method.
         previous_handler = self._previous_handlers.get(number)
         if callable(previous_handler) and not isinstance(previous_handler, SignalHandler):
             previous_handler(number, frame)

@@ -209,7 +209,7 @@ class _RunLogger:
         self._parent_folder = Path(root_dir) / name
         if isinstance(version, int):
             version = f"version_{version}"
-        # None until the first write chooses a number.
+        # If no version is given, it is None until the first write chooses a number.
         self._folder_name = version
 
     def _ensure_folder(self) -> Path:

@@ -79,7 +79,7 @@ class ClosureLosses:
     def _reduced_loss(self, closure: _Closure) -> Any:
         """Call a closure, and return the mean or the sum of its losses over ranks. Collective.
 
-        LBFGS needs the loss of the gradients, and the gradients are averaged or summed over ranks.
+        LBFGS needs the loss to which the gradients belong, and these are averaged or summed.
 
         Raises:
             UsageError: some backward passes of the closure have averaged gradients, and some have

@@ -80,7 +80,7 @@ class ParameterLists:
         return contract
 
     def average_gradients(self, param_groups: _ParamGroups) -> None:
-        """Average the gradients of the parameters in lists over the ranks.
+        """Average the gradients of parameters in an ``nn.ParameterList`` or ``ParameterDict``.
 
         Called before gradients are clipped. Collective if the groups have parameters in lists.
         :meth:`_before_step` averages the gradients again. This changes nothing, because they are

@@ -313,7 +313,7 @@ class SplitComparison:
         self._hooks_of_model = Hooks()
 
     def add_to(self, hooks: Hooks) -> None:
-        """Compare in the next pass. Do nothing if the model has no regions.
+        """Compare the regions with whole layers in the next pass, if the model has regions.
 
         Args:
             hooks: the hooks around forward passes of the model.

@@ -638,10 +638,10 @@ class _Comparison:
             return True
         # A tensor of zeros is close to None: some strategies set a gradient to None where others
         # set it to zero. No other tensor is close to a text.
-        texts = {first.text, second.text}
-        for digest in (first.digest, second.digest):
-            if digest is not None:
-                return digest.square == 0 and "None" in texts
+        tensor_digest = first.digest or second.digest
+        if tensor_digest is not None:
+            is_other_none = "None" in (first.text, second.text)
+            return tensor_digest.square == 0 and is_other_none
         try:
             numbers = [float(first.text), float(second.text)]
         except ValueError:
@@ -741,8 +741,9 @@ class _Comparison:
 def _keys_with_positions(first: _Entries, second: _Entries) -> list[tuple[int, _Key]]:
     """Return the keys of both runs, each with its position in the order of the computation.
 
-    The position is how many values of the step were recorded before. All values of one optimizer
-    step, such as the parameters, have the position of the first one.
+    The position is how many values were recorded before in this step of the run. All values of one
+    ``optimizer.step()``, such as the parameters, have the position of the first one. A key of both
+    runs has the position of the first run.
     """
     positions: dict[_Key, int] = {}
     for entries in (first, second):
@@ -877,7 +878,7 @@ def _distance_lines(first: Entry, second: Entry) -> list[str]:
 
 
 def _describe_steps(steps: Sequence[int]) -> str:
-    """Return a text for numbers of steps: ``"steps 0 to 4, 8"``."""
+    """Return a text for the numbers of steps, in rising order: ``"steps 0 to 4, 8"``."""
     if not steps:
         return "no steps"
     # The first and the last step of each run of consecutive steps.

@@ -91,7 +91,10 @@ class _LentGradientOfReplica:
     grad: Tensor
 
     def take_back(self) -> None:
-        """Leave to the parameter what the user left of the gradient of the plain tensor."""
+        """Give the parameter the gradient that the plain tensor has now.
+
+        The user may have changed it, replaced it, or set it to None.
+        """
         with warnings.catch_warnings():
             # torch warns that the gradient of a tensor that is no leaf is None.
             warnings.simplefilter("ignore")
