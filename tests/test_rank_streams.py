@@ -324,6 +324,8 @@ def train_with_worker(fabric: Fabric, worker_init_fn: Callable[[int], None] | No
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # Python 3.12 warns of each fork of a process with threads, as for a worker.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for batch in fabric.setup_dataloaders(loader):
             fabric.backward(model(batch).mean())
             optimizer.step()

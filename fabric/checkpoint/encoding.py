@@ -412,7 +412,7 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     else:
         suggestion += (
             " For classes that torch.serialization.add_safe_globals allows: "
-            "checkpoint_io=FullCheckpoint()"
+            "strategy=DDPStrategy(checkpoint_io=FullCheckpoint())"
         )
     if isinstance(value, argparse.Namespace):
         # For example "{'args': vars(args)}": the same entry, with a dict as its value.
