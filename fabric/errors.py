@@ -263,7 +263,10 @@ class RankFailedError(FabricError, RuntimeError):
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
-    """The ranks of a group make different calls. In checked mode also: a rank makes no call."""
+    """The ranks of a group make different calls, or wait for a rank 0 that has ended.
+
+    In checked mode also: a rank makes no call.
+    """
 
 
 class ReplicaDriftError(FabricError, RuntimeError):

@@ -22,6 +22,13 @@ _POLL_SECONDS = 0.005
 # before by this factor, up to this time in seconds.
 _PAUSE_GROWTH = 1.5
 _MAX_POLL_SECONDS = 0.1
+# What the errors of a wait for rank 0 expect, and suggest.
+_SAME_ON_EVERY_RANK = (
+    "every rank iterates over the same loaders, and builds the same models, in the same order"
+)
+_LOOK_FOR_BRANCH = (
+    "look for a branch on the rank around a loop over a loader or the build of a model"
+)
 
 
 class JobStore:
@@ -77,16 +84,19 @@ class JobStore:
                 end_of_rank0 = find_end()
             # Checked again, since rank 0 may have written the value just before it ended.
             if end_of_rank0 != "" and not self._store.check([key]):
-                raise CollectiveMismatchError(request, problem=f"rank 0 {end_of_rank0}")
+                raise CollectiveMismatchError(
+                    request,
+                    problem=f"rank 0 {end_of_rank0}",
+                    expected=_SAME_ON_EVERY_RANK,
+                    suggestion=f"look at the error of rank 0 first, if any; {_LOOK_FOR_BRANCH}",
+                )
             if time.monotonic() > deadline:
                 raise UsageError(
                     request,
                     problem="rank 0 has not written it within the timeout of "
                     f"{timeout.total_seconds():g} s",
-                    expected="every rank iterates over the same loaders, and builds the same "
-                    "models, in the same order",
-                    suggestion="look for a branch on the rank around a loop over a loader or the "
-                    "build of a model",
+                    expected=_SAME_ON_EVERY_RANK,
+                    suggestion=_LOOK_FOR_BRANCH,
                 )
             time.sleep(pause)
             pause = min(_PAUSE_GROWTH * pause, _MAX_POLL_SECONDS)
