@@ -39,6 +39,7 @@ def main() -> None:
     name = arguments[0]
     if not is_module and not os.path.exists(name):
         sys.exit(f"python -m fabric_compat {name}: there is no such file in {os.getcwd()!r}")
+    # As in sys.argv, the name of the script is the first of its arguments.
     script = Script(name=name, is_module=is_module, arguments=arguments)
     run = script()  # prepares this process, and returns the function that runs the script
     run()

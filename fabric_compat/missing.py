@@ -38,7 +38,11 @@ def missing_class(name: str, instead: str) -> Any:
 
 
 def missing(module: str, name: str) -> Any:
-    """Return the object to import for a name without a counterpart.
+    """Return what a name of Lightning stands for if fabric has nothing like it.
+
+    Args:
+        module: the module of Lightning that has the name, for the error.
+        name: the name that is imported.
 
     Returns:
         False for ``*_AVAILABLE``; otherwise, a class whose constructor says what to use instead.

@@ -330,7 +330,7 @@ def check_version(request: str, version: object) -> None:
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Return the first of some names, and how many more there are, as text for errors.
+    """Join names for an error. Of a long list, the first few, and how many more there are.
 
     The names may be numbers. Without names, the text is "nothing".
     """

@@ -357,7 +357,7 @@ def pack_chunks(
 ) -> list[Bucket]:
     """Sort tensors that have a chunk for each rank into buckets.
 
-    Not a collective.
+    Not a collective. Leaves that are neither tensors nor numbers are not sent, and may be anything.
 
     Args:
         leaves: the leaves of a collection.
@@ -366,7 +366,8 @@ def pack_chunks(
         operation: the name of the user's call, for error texts.
 
     Raises:
-        ConfigurationError: a leaf cannot travel, or is not a tensor with ``size`` chunks.
+        ConfigurationError: a tensor cannot be sent, a leaf is a number, or a tensor does not have
+            ``size`` chunks.
     """
     buckets = pack(leaves, structure)
     problems = []
@@ -376,7 +377,7 @@ def pack_chunks(
         elif _as_number(leaf) is not None:
             shape = ()  # a number has no chunks
         else:
-            continue  # does not travel
+            continue
         has_chunks = shape[:1] == (size,)
         if not has_chunks:
             name = path or "it"  # the path is empty if the collection is a single leaf

@@ -215,7 +215,8 @@ def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) ->
     Args:
         tree: the object to send.
         device: the device of the communicator.
-        error: an error to send in place of ``tree``. :func:`_unpack` raises the error.
+        error: an error of this rank. If there is one, it takes the place of ``tree`` in the pickle,
+            and :func:`_unpack` raises it on the ranks that receive the message.
     """
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
@@ -230,8 +231,8 @@ def _pack(tree: Tree, device: torch.device, error: FabricError | None = None) ->
     sections = [to_tensor(prefix + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
-        # The view as bytes needs a stride of 1. reshape() would not change the stride of a tensor
-        # with one element, which may be any number.
+        # The view as bytes needs a stride of 1. A tensor with one element is contiguous whatever
+        # its stride is, so neither contiguous() nor reshape() would change the stride.
         flat_values = values.as_strided((values.numel(),), (1,))
         sections.append(flat_values.view(torch.uint8))
     return torch.cat(sections)

@@ -129,9 +129,9 @@ def _is_user_file(file: str) -> bool:
     """Return whether a file is not part of fabric, torch or Python itself."""
     if file.startswith(("<frozen", *_INTERNAL_PATHS)):
         return False
-    # Installed packages count as the user's. Their folder, such as site-packages, is inside of the
-    # folder of the standard library.
-    is_installed_package = "-packages" + os.sep in file
+    # Installed packages count as the user's. Their folder, site-packages or dist-packages, is
+    # inside of the folder of the standard library.
+    is_installed_package = f"-packages{os.sep}" in file
     return is_installed_package or not file.startswith(_STANDARD_LIBRARY)
 
 
@@ -139,8 +139,8 @@ def user_line(frame: FrameType | None) -> CallSite | None:
     """Return the innermost line of the user's code on a stack, for a hang report.
 
     Unlike :func:`user_call`, this function also skips Python's own modules, since a rank may wait
-    in one of them, such as ``threading``. Without another line, it returns what :func:`user_call`
-    returns.
+    in one of them, such as ``threading``. If all lines are in such modules, the result is that of
+    :func:`user_call`.
 
     Args:
         frame: the innermost frame of the stack.
@@ -177,7 +177,7 @@ def fold_frames(stack: str) -> str:
         stack: the stack as faulthandler writes it, innermost frame first, one frame on each line.
     """
     lines: list[str] = []
-    folded_count = 0  # of the frames that the next line of the result stands for
+    folded_count = 0  # the number of frames that have been left out since the latest line
     # The empty line marks the end. It is not a frame.
     for line in [*stack.splitlines(), ""]:
         frame = _FRAME_OF_STACK.match(line)

@@ -33,9 +33,10 @@ def mover(
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # Copies are asynchronous only from pinned memory. Without workers, OverlappedCopies pins
-        # the batches: the dataset may yield tensors on a device, for which the loader's own pinning
-        # raises. If the user asked the loader to pin, the loader pins.
+        # Copies are asynchronous only from pinned memory. With workers, batches are on the CPU, and
+        # the loader pins them, in a thread. Without workers, the dataset may yield tensors on a
+        # device, for which the loader's pinning raises. OverlappedCopies then pins those that are
+        # on the CPU. If the user asked the loader to pin, the loader pins in any case.
         loader_pins = loader.pin_memory or loader.num_workers > 0
         loader.pin_memory = loader_pins
         return OverlappedCopies(device, pins=not loader_pins)

@@ -374,8 +374,8 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
         if layout.unit == "single samples":
             return
         # If the number of samples is unknown (None), any number of rows may be right.
-        has_row_per_sample = leaf.dim() > 0 and samples in (None, len(leaf))
-        if has_row_per_sample:
+        has_rows = leaf.dim() > 0
+        if has_rows and (samples is None or len(leaf) == samples):
             return
         description = f"its shape is {tuple(leaf.shape)}"
     elif isinstance(leaf, Number):
@@ -417,15 +417,16 @@ def _without_repeat(leaf: Any, layout: _BatchLayout) -> Any:
     return leaf
 
 
-def _concatenate(rank_values: Sequence[Tensor], entries: int | None) -> Tensor:
-    """Return the rows of all ranks, one rank after the other.
+def _concatenate(rank_values: Sequence[Tensor], num_ranks: int | None) -> Tensor:
+    """Return the rows of the first ranks, one rank after the other.
 
     Args:
         rank_values: a tensor for each rank. They may have different lengths.
-        entries: how many ranks, from rank 0 on, have a batch that is not a repetition. None for all
-            ranks.
+        num_ranks: the number of ranks, from rank 0 on, whose rows are taken. The other ranks have
+            run out, and have repeated an earlier batch. None, or a larger number than there are
+            ranks, takes all.
     """
-    return torch.cat(list(rank_values[:entries]))
+    return torch.cat(list(rank_values[:num_ranks]))
 
 
 def _interleave(rank_values: Tensor, entries: int | None) -> Tensor:

@@ -711,7 +711,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 if not position.is_repeat:
                     position.received_batches += 1
                 attributes["_latest_position"] = position
-                # The number is negative before the first batch.
+                # Negative only before the first batch: afterwards it is the number of a batch, or
+                # of the start of the loop, which are counted from 0.
                 is_first_batch = loop.previous_batch_number < 0
                 if is_first_batch:
                     active_loops.append(loop)
@@ -719,12 +720,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 loop.batch_number = next(batch_numbers)
                 yield batch
             position.is_finished = True
-            # fabric.gather_for_metrics has left repeated samples out of the user's results.
+            # Repeated samples are in the user's results, unless fabric.gather_for_metrics was
+            # called in the loop, which leaves them out.
             if not loop.was_gathered_for_metrics:
                 self._warn_of_repetitions(position)
             if self._loader_keeps_position and self._spec.ends_in_lockstep:
-                # A loop in lockstep may end before the data of this rank does. The loader's own
-                # state would still be inside the epoch.
+                # Loops in lockstep end together, which may be before the data of this rank ends.
+                # The loader, which counts for itself, would then take the next loop for the rest of
+                # this epoch.
                 reset_iterator(self.loader)
         finally:
             # Also after a break or an error in the body, when the generator is closed.

@@ -290,7 +290,7 @@ class Lockstep:
 
     @contextmanager
     def _repeating(self, position: EpochPosition) -> Iterator[None]:
-        """Mark the batch as a repeat in the block, in which the user has the batch.
+        """Mark the batch as a repeat while the user has it, which is during the block.
 
         The random streams and the buffers of the modules, such as running statistics, are restored
         afterwards, so that a repeat does not change the training.
@@ -371,7 +371,12 @@ def _gather_counts(group: Communicator, message: Tensor, call: CallDescription) 
 
 
 def _raise_different_batches(rows: list[list[int]]) -> NoReturn:
-    """Raise the error for ranks that are at different batches. ``rows`` are messages by rank."""
+    """Raise the error for ranks that are at different batches.
+
+    Args:
+        rows: for each rank, its message. A message begins with the number of the loop, and the
+            number of the batch that the rank has just used.
+    """
     descriptions: list[str] = []
     for rank, (loop, batch, *_) in enumerate(rows[:_MAX_SHOWN_RANKS]):
         descriptions.append(f"rank {rank} behind batch {batch} of loop {loop}")

@@ -108,8 +108,8 @@ def ranks_in_words(ranks: Collection[int]) -> str:
     """Return ``rank 1``, or ``ranks 1, 2``. A list of more than eight is cut in the middle."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) > _MAX_LISTED_RANKS:
-        # The first four ranks, the number of all ranks, and the last rank remain.
-        names[_MAX_LISTED_RANKS // 2 : -1] = [f"... ({len(names)} of them)"]
+        first_names = names[: _MAX_LISTED_RANKS // 2]
+        names = [*first_names, f"... ({len(names)} of them)", names[-1]]
     noun = "ranks" if len(names) > 1 else "rank"
     return f"{noun} {', '.join(names)}"
 

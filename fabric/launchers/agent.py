@@ -930,10 +930,10 @@ class NodeAgent:
         return generation
 
     def _leave(self, store: JobStore) -> None:
-        """Publish that this agent knows the end of the job. On machine 0, wait for the others.
+        """Publish that this agent knows that the job has ended. On machine 0, wait for the others.
 
-        The store ends with machine 0. So machine 0 waits until each other agent knows the end of
-        the job, or is lost.
+        The store ends with machine 0. So machine 0 waits until each other agent knows that the job
+        has ended, or is lost.
         """
         self._publish_status(store, has_read_end=True)
         self._main_thread_wakeup.set()

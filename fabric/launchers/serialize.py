@@ -43,12 +43,12 @@ class PickledCall(NamedTuple):
 
 
 # [Note: The file of tensors]
-# A large pickle is slow: pickling a tensor copies its memory three times, and a pipe takes the
-# bytes 64 KiB at a time, for each rank again. So the memory of tensors on the CPU is written to a
-# file, which on Linux is in memory (see `private_file.py`), and the pickle contains the path of the
-# file and a position in it. The pickle can be loaded by any process of the same user until the file
-# is closed. It is loaded into memory of its own: a change of a received tensor changes no other
-# process.
+# A large pickle is slow: pickling a tensor copies its memory three times, and each rank gets the
+# bytes through a pipe of its own, 64 KiB at a time. So the memory of tensors on the CPU is written
+# to a file, which on Linux is in memory (see `private_file.py`), and the pickle contains the path
+# of the file and a position in it. The pickle can be loaded by any process of the same user until
+# the file is closed. It is loaded into memory of its own: a change of a received tensor changes no
+# other process.
 def dump_call(
     call: Call, *, main_is_importable: bool, by_name: bool = True, tensor_file: str | None = None
 ) -> PickledCall:
@@ -79,7 +79,9 @@ def dump_call(
             needs_main = b"__main__" in data_or_error
             if main_is_importable or not needs_main:
                 return PickledCall(data_or_error, needs_main)
+    # Either the user's definitions cannot be pickled by name, or the ranks could not import them.
     if not has_cloudpickle():
+        # _call_error() pickles the parts one by one, to name the part that fails.
         raise _call_error(call, has_tried_cloudpickle=False)
     data_or_error = _try_dump(partial(_dump_by_value, tensor_file=tensor_file), call)
     if isinstance(data_or_error, bytes):

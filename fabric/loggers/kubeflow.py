@@ -65,7 +65,9 @@ class KubeflowLogger:
         self._has_warned = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record the values. Send all values unless a request was sent in the last five seconds.
+        """Record the values. Send the latest of all metrics, at most once in five seconds.
+
+        Nothing is sent either while an earlier request is under way.
 
         Args:
             metrics: the values by the names of the metrics.

@@ -260,8 +260,8 @@ class ExponentialMovingAverage(nn.Module):
         Args:
             pairs: a value and a weight each. Of a sharded weight, both are this rank's shards.
         """
-        # Without these two calls, the next forward pass could use old values: parameters that are
-        # still gathered, or copies that autocast has cast.
+        # Without these two calls, the next forward pass could use old values: the full parameters
+        # that a sharding strategy has gathered, or the copies that autocast has cast.
         self._contract.reshard()
         torch.clear_autocast_cache()
         for value, weight in pairs:

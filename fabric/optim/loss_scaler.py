@@ -335,8 +335,9 @@ class LossScaler:
     def _any_optimizer_holds_scaled_gradients(self) -> bool:
         """Return whether any optimizer holds scaled gradients that are not zero, on any rank.
 
-        Collective if ranks hold different gradients. Waits for the device, since it reads the
-        gradients: ``zero_grad(set_to_none=False)`` sets them to zero.
+        Collective if ranks may hold different gradients. Waits for the device: gradients that
+        ``zero_grad(set_to_none=False)`` has cleared are still there, and have to be read to see
+        that they are zero.
         """
         # All ranks have the same optimizers in this list. So they agree below on whether to
         # exchange a message.
@@ -344,6 +345,7 @@ class LossScaler:
         holds_scaled = any(map(has_gradients, scaled))
         if not scaled or self._max_over_ranks is None:
             return holds_scaled
+        # Within an accumulation window, each rank holds the gradients of its own batches.
         ranks_hold_the_same = not self.gradients_may_differ and not self.accumulates
         if ranks_hold_the_same:
             return holds_scaled

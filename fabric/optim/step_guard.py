@@ -227,12 +227,13 @@ class StepGuard:
         - A loss or a gradient of any rank is infinite or NaN, unless ``nonfinite`` is None. Under
           ``"16-mixed"`` only the loss counts: after an overflow of gradients the loss scale skips
           the step and is halved.
-        - The mean loss of all ranks is too large for ``spike``.
+        - The mean loss of all ranks is a spike, as the guard's argument ``spike`` defines it.
 
-        If ``norm`` is finite and ``spike`` is None, the step is accepted without a message between
-        the ranks, even if the loss is NaN. Otherwise ranks exchange one small message. A refused
-        step leaves parameters, optimizers and the loss scale as they were, and sets the gradients
-        of the model to None. The answer waits for the device.
+        If ``norm`` is finite and ``spike`` is None, the gradients of all ranks are finite. The step
+        is then accepted without a message between the ranks, and the loss is not looked at.
+        Otherwise ranks exchange one small message. A refused step leaves parameters, optimizers and
+        the loss scale as they were, and sets the gradients of the model to None. This method waits
+        for the device.
 
         Args:
             loss: the loss of this rank, of one element.
@@ -382,7 +383,8 @@ def _has_same_norm_on_ranks(model: FabricModule) -> bool:
     """Return whether ``clip_gradients`` computes the same norm on all ranks."""
     contract = model._fabric_contract
     if contract is None:
-        return False  # a copy of a set-up module, of which nothing is known
+        # The user has copied a set-up module. A copy has no contract that says what ranks share.
+        return False
     # Ranks with gradients of their own, as under local SGD, have different norms. The norm of
     # sharded gradients is computed over all ranks.
     return contract.is_sharded or not contract.gradients_may_differ

@@ -78,9 +78,11 @@ def all_reduce(
 def all_gather(
     values: Sequence[Tree], *, ragged: bool = False, concat: bool = False, objects: bool = False
 ) -> list[Tree]:
-    """Return, on every rank, the values of all ranks for each leaf.
+    """Compute what the collective of this name returns, from the values of all ranks.
 
-    Tensors of shape ``s`` become one tensor of shape ``(size, *s)``. Numbers become a list.
+    The result has one item for each rank, as if that rank had called the collective. Each item has,
+    for each leaf, the values of all ranks. Tensors of shape ``s`` become one tensor of shape
+    ``(size, *s)``. Numbers become a list.
 
     Args:
         values: one value per rank.

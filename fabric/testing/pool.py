@@ -440,7 +440,8 @@ class RankPool:
             error: why the call has failed.
         """
         if isinstance(error, RankFailedError) and self._supervisor is not None:
-            # If no rank has raised or ended, the call has exceeded its time limit.
+            # This error also stands for a call that has exceeded its time limit. Then no rank has
+            # raised or ended.
             is_hang = not _has_failed(self._supervisor)
             if is_hang:
                 self._call_times.record_hang(fn)
@@ -716,12 +717,14 @@ def _current_stack(supervisor: Supervisor, rank: RankProcess) -> str:
     rank.kill(signal.SIGUSR1)
 
     def is_stack_settled() -> bool:
-        """Return whether all frames of the user are written, or none will be."""
-        # The rank writes the innermost frame first. The user's function is called by this file, so
-        # all frames of the user come before the name of this file. A stopped rank writes nothing.
-        return __file__ in rank.read_stack() or rank.is_suspended()
+        """Return whether the rank has written all frames of the user, or cannot write."""
+        # The rank writes the innermost frame first. This file calls the user's function, so all
+        # frames of the user come before the first frame of this file.
+        has_user_frames = __file__ in rank.read_stack()
+        return has_user_frames or rank.is_suspended()
 
     supervisor.collect_until(_STACK_TIMEOUT, is_stack_settled)
+    # What comes before the name of this file ends within a line: '  File "'.
     user_frames, _, _ = rank.read_stack().partition(__file__)
     complete_lines, _, _ = user_frames.rpartition("\n")
     return complete_lines

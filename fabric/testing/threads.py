@@ -330,10 +330,11 @@ class _Mailbox:
             self._changed.wait_for(lambda: values or sender in self._outcomes)
             if values:
                 return values.popleft()
-            # The type matters: is_secondary() takes a ConnectionError for the result of another
-            # rank's failure, so that this rank is not blamed.
+            # For is_secondary(), a ConnectionError means that another rank has failed. With another
+            # type of error, this rank would be blamed.
+            outcome_of_sender = self._outcomes[sender]  # such as "returned"
             raise ConnectionError(
-                f"{call_text} on rank {receiver}: rank {sender} {self._outcomes[sender]} and did"
+                f"{call_text} on rank {receiver}: rank {sender} {outcome_of_sender} and did"
                 " not call it; look for a branch on the rank before it"
             )
 

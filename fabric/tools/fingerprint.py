@@ -418,7 +418,7 @@ class Fingerprint(SessionObserver):
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Add a set-up module. With ``records_modules``, hook its forward pass and submodules'.
+        """Add a set-up module. With ``records_modules``, hook its forward pass and its layers'.
 
         The session calls this method for each module that is set up.
         """
@@ -426,11 +426,12 @@ class Fingerprint(SessionObserver):
         prefix = ""
         if self._models:
             prefix = f"(model {len(self._models) + 1}) "
-        # gradients_may_differ is True under sharding, too, since each rank has its own shards. But
-        # shards of the same tensors count as synchronized.
-        is_synchronized = contract.is_sharded or not contract.gradients_may_differ
-        if not self._has_other_ranks:
-            is_synchronized = True
+        # Whether the ranks step with the same gradients. Of sharded parameters, each rank has its
+        # own shards, so that gradients_may_differ is True, but the gradients that they are shards
+        # of are the same. A single process has nobody to differ from.
+        is_synchronized = (
+            contract.is_sharded or not contract.gradients_may_differ or not self._has_other_ranks
+        )
         self._models.append(_Model(prefix, contract, is_synchronized))
         if not self._records_modules:
             return

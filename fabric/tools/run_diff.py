@@ -240,14 +240,15 @@ class _Step:
             # A loss on the meta device has no value that could be summed.
             if digest is None:
                 return self.ranks[rank][key]
-            # The norm has lost the sign of the loss. The first number of the sketch is the loss
-            # times a fixed random number. If the random number is negative, all signs of both runs
-            # are wrong, which the comparison does not notice.
+            # The loss itself is not recorded. Its norm is its absolute value. The first number of
+            # its sketch is the loss times a random number, which is the same in all runs. So the
+            # sign of the sketch is that of the loss, or the other sign in both runs alike.
             total += math.copysign(digest.norm, digest.sketch[0])
         entry = self.ranks[0][key]
         if entry.reduction == "mean":
             total /= len(self.replicas)
-        # This digest is compared only with the digest that this method returns for the other run.
+        # A digest in the form of those in the files. It is compared only with the one that this
+        # method returns for the other run.
         digest = Digest(hash=hash(total), square=total**2, sketch=(total,))
         return replace(entry, digest=digest)
 
@@ -572,8 +573,10 @@ class _Comparison:
         second_ended_before = right is None and not self.second.has_finished(step)
         if first_ended_before or second_ended_before:
             return True
-        if self.close is None:
+        compares_bits = self.close is None
+        if compares_bits:
             return False
+        # From here on, values need only agree up to the tolerance.
         if key.kind in _RANDOM_KINDS:
             # Digests of random states can only be equal, not close.
             return True
@@ -584,7 +587,8 @@ class _Comparison:
             return option in _IMPLEMENTATIONS
         if _is_synchronized(left, right):
             return False
-        # FSDP hides gradients that are not reduced, and other strategies show them.
+        # A gradient that is not yet reduced is in the record under DDP. Under FSDP it is not, since
+        # torch keeps it in an attribute of its own.
         if key.kind == "gradient" and self._strategies_differ():
             return True
         # With samples in another order, a rank has other values, and only sums over all ranks are
