@@ -76,9 +76,6 @@ class Fabric(_Fabric):
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
         options = _with_variables({**_DEFAULTS, **options})
         _replace_registered_names(options)
-        if isinstance(options.get("loggers"), Loggers):
-            # Scripts pass `fabric._loggers`, a list in Lightning, to another Fabric.
-            options["loggers"] = options["loggers"].user_loggers
         strategy = options["strategy"]
         sorted_plugins = _sort_plugins(as_list(plugins))
         _refuse_plugins_set_twice(sorted_plugins, options)
@@ -141,6 +138,11 @@ class Fabric(_Fabric):
         """Set the loggers, given as a list of loggers or as an object of fabric."""
         user_loggers = getattr(loggers, "user_loggers", loggers)
         vars(self)["_loggers"] = Loggers(as_list(user_loggers))
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers. A logger that a script appends to the list is called, too."""
+        return self._loggers
 
     @property
     def accelerator(self) -> Accelerator:

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fabric import loggers as fabric_loggers
 from fabric.loggers.loggers import Loggers as _Loggers
+from fabric.loggers.loggers import _as_logger
 from fabric_compat.plugins import set_default_rank
 from fabric_compat.utilities import (
     _convert_params,
@@ -47,8 +48,36 @@ class Logger(ABC):
         self.save()
 
 
-class Loggers(_Loggers):
-    """The loggers of one ``Fabric``, which get the values that Lightning passes to loggers."""
+class Loggers(_Loggers, list[Any]):
+    """The loggers of one ``Fabric``: a list that scripts change, as they change Lightning's list.
+
+    The loggers get the values that Lightning passes to loggers.
+    """
+
+    def __init__(self, loggers: Iterable[Any]) -> None:
+        """Add all loggers. See :meth:`add` for the error."""
+        list.__init__(self)
+        for logger in loggers:
+            self.add(logger)
+
+    def add(self, logger: Any) -> None:
+        """Append a logger of the user.
+
+        Raises:
+            ArgumentTypeError: the object is not a logger, W&B run or ``SummaryWriter``.
+        """
+        _as_logger(logger)  # called for its error
+        self.append(logger)
+
+    @property
+    def user_loggers(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The list itself."""
+        return self
+
+    @property
+    def _loggers(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The objects to call, which may be adapters. A script may have changed the list."""
+        return [_as_logger(logger) for logger in self]
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """Pass metrics by keyword. Tensors become numbers, and other values stay as they are."""

@@ -844,6 +844,21 @@ def test_loggers_get_keywords_and_values_of_every_type(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == ["loss,sample,step", '1.0,"a, b",4']
 
 
+def test_the_loggers_are_a_list_that_scripts_change() -> None:
+    with single() as fabric:
+        assert fabric._loggers == []
+        logger = KeywordLogger()
+        fabric.loggers.append(logger)
+        fabric.log("loss", 2)
+        assert logger.row == ({"loss": 2}, None)
+        assert fabric.logger is logger
+        assert [*fabric._loggers] == fabric.loggers == [logger]
+        with pytest.raises(ArgumentTypeError, match="no method log_metrics"):
+            single(loggers=[3])
+        del fabric._loggers[0]
+        assert not fabric.loggers
+
+
 def test_the_rows_of_a_csv_logger_are_in_the_file_every_few_steps(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, prefix="a", flush_logs_every_n_steps=2)
     with single(loggers=logger) as fabric:
