@@ -21,7 +21,7 @@ from fabric._plan import _parse_accelerator
 from fabric._torch import compile_as, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.data import FabricDataLoader
-from fabric.errors import ConfigurationError
+from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.module import FabricModule
 from fabric.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.parallel import as_list
@@ -410,9 +410,20 @@ class Fabric(_Fabric):
 
         return map_tensors(fill_with_result, data)
 
-    def save(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save a checkpoint to a path, which may begin with ``~`` and contain variables."""
-        return super().save(_expand(path), *args, **kwargs)
+    def save(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, path: Any, state: Any, filter: Any = None, **kwargs: Any
+    ) -> Any:
+        """Save a checkpoint to a path, which may begin with ``~`` and contain variables.
+
+        A filter of an entry that is not saved as a dict has no effect, as in Lightning.
+
+        Raises:
+            ArgumentTypeError: The filter is not a dict of functions.
+            ConfigurationError: The filter has a name that ``state`` lacks.
+        """
+        if filter is not None:
+            filter = _effective_filters(filter, state)
+        return super().save(_expand(path), state, filter=filter, **kwargs)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint from a path, which may begin with ``~`` and contain variables."""
@@ -433,6 +444,38 @@ class Fabric(_Fabric):
     ) -> int:
         """Seed Python, NumPy and torch, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
+
+
+def _effective_filters(filters: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the filters without those of plain values, for which Lightning calls no filter.
+
+    Args:
+        filters: functions by names of ``state``.
+        state: the objects and values to save.
+
+    Raises:
+        ArgumentTypeError: ``filters`` is not a dict of functions.
+    """
+    if not isinstance(filters, dict):
+        raise ArgumentTypeError(
+            f"fabric.save(filter={filters!r})",
+            problem="it is not a dict",
+            expected="functions (name, value) -> bool, by names of the state",
+        )
+    effective_filters: dict[str, Any] = {}
+    for name, should_keep in filters.items():
+        if not callable(should_keep):
+            raise ArgumentTypeError(
+                f"fabric.save(filter={{{name!r}: {should_keep!r}}})",
+                problem="it is not a function",
+                expected="functions (name, value) -> bool, by names of the state",
+            )
+        value = state.get(name)
+        is_plain_value = name in state and not isinstance(value, dict)
+        if is_plain_value and not hasattr(value, "state_dict"):
+            continue
+        effective_filters[name] = should_keep
+    return effective_filters
 
 
 def _expand(path: Any) -> str:

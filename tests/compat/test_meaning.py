@@ -873,6 +873,26 @@ def test_the_rows_of_a_csv_logger_are_in_the_file_every_few_steps(tmp_path: Path
     assert path.read_text().splitlines()[::3] == ["a-accuracy,a-loss,step", "1,,2"]
 
 
+def test_a_filter_of_a_plain_value_has_no_effect(tmp_path: Path) -> None:
+    def refuse(name: str, value: Any) -> bool:
+        return False
+
+    path = tmp_path / "state.ckpt"
+    with single() as fabric:
+        state = {"model": nn.Linear(1, 1), "config": {"a": 1}, "step": 3}
+        fabric.save(path, state, dict.fromkeys(state, refuse))
+        content = torch.load(path)
+        assert not content["model"]
+        assert not content["config"]
+        assert content["step"] == 3
+        with pytest.raises(TypeError, match="it is not a dict"):
+            fabric.save(path, state, filter="model")
+        with pytest.raises(TypeError, match="it is not a function"):
+            fabric.save(path, state, filter={"model": "weight"})
+        with pytest.raises(ValueError, match="no such entry"):
+            fabric.save(path, state, filter={"modle": refuse})
+
+
 def test_the_path_of_a_checkpoint_may_have_variables_and_a_tilde(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
