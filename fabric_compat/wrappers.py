@@ -1,6 +1,7 @@
 """The objects that ``setup`` returns, with the attributes of Lightning Fabric's wrappers."""
 
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -44,8 +45,32 @@ class _FabricModule(FabricModule):
                 return parameter.dtype
         return torch.get_default_dtype()
 
+    def mark_forward_method(self: Any, method: Any) -> None:
+        """Run a method through the prepared module, as a forward pass. See the base class.
+
+        Raises:
+            TypeError: ``method`` is neither a method nor a name.
+            ValueError: The method is ``forward``.
+            AttributeError: The user's module has no such method.
+        """
+        if not isinstance(method, MethodType | FunctionType | str):
+            raise TypeError(f"mark_forward_method({method!r}): it is neither a method nor a name")
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward":
+            raise ValueError("mark_forward_method('forward'): it is the forward pass already")
+        user_module = self._fabric_uncompiled
+        if not isinstance(getattr(user_module, name, None), MethodType):
+            raise AttributeError(f"{type(user_module).__name__} has no method {name!r}")
+        super().mark_forward_method(name)
+
+    @property
+    def module(self) -> Any:
+        """The user's module. It is not compiled, even if ``setup`` got a compiled module."""
+        return self._fabric_uncompiled
+
     _forward_module = property(attrgetter("_fabric_prepared"))
     _original_module = property(attrgetter("_fabric_uncompiled"))
+    _forward_methods = property(attrgetter("_fabric_forward_methods"))
 
 
 class _FabricOptimizer(Optimizer):

@@ -472,6 +472,9 @@ def test_a_module_that_is_compiled_after_its_setup_is_set_up_compiled() -> None:
         second, _ = fabric.setup(compiled, optimizer)
         assert fabric.unwrap(second) is module
         assert is_wrapped(second)
+        user_module = Methods()
+        model = fabric.setup(torch.compile(user_module, backend="eager"))
+        assert model.module is user_module
         assert type(second) is type(compiled)
         assert second.dynamo_ctx is compiled.dynamo_ctx
         assert torch.equal(second(torch.ones(1, 1)), first(torch.ones(1, 1)))
@@ -513,6 +516,30 @@ def test_a_loader_knows_the_device_of_its_batches() -> None:
         loader = DataLoader([1])
         assert fabric.setup_dataloaders(loader).device == torch.device("cpu")
         assert fabric.setup_dataloaders(loader, move_to_device=False).device is None
+
+
+class Methods(nn.Module):
+    attribute = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def special(self) -> None:
+        """Do nothing."""
+
+
+def test_the_error_for_a_forward_method_is_of_lightnings_type() -> None:
+    with single() as fabric:
+        model = fabric.setup(Methods())
+        with pytest.raises(ValueError, match="forward pass already"):
+            model.mark_forward_method("forward")
+        for name in ("missing", "attribute"):
+            with pytest.raises(AttributeError, match=f"Methods has no method '{name}'"):
+                model.mark_forward_method(name)
+        with pytest.raises(TypeError, match="neither a method nor a name"):
+            model.mark_forward_method(3)
+        model.mark_forward_method(model.special)
+        assert "special" in model._forward_methods
 
 
 def test_a_scheduler_may_be_the_third_argument_of_setup() -> None:
