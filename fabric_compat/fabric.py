@@ -47,7 +47,7 @@ from fabric_compat.utilities import (
     pl_worker_init_function,
     seed_everything,
 )
-from fabric_compat.wrappers import _FabricModule, mark_set_up
+from fabric_compat.wrappers import _FabricDataLoader, _FabricModule, mark_set_up
 
 _DEFAULTS = {
     "accelerator": "auto",
@@ -297,7 +297,9 @@ class Fabric(_Fabric):
                 seed_workers=False,  # pl_worker_init_function() seeds workers, if they are seeded
                 **options,
             )
-            # FabricDataLoader.__setattr__ would set the attribute of the user's loader.
+            # Not by assignments: FabricDataLoader.__setattr__ would set attributes of the user's
+            # loader.
+            object.__setattr__(fabric_loader, "__class__", _FabricDataLoader)
             vars(fabric_loader)["device"] = device
             prepared.append(fabric_loader)
         if len(prepared) > 1:

@@ -1,5 +1,6 @@
 """The objects that ``setup`` returns, with the attributes of Lightning Fabric's wrappers."""
 
+from collections.abc import Iterator
 from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
@@ -12,7 +13,19 @@ from fabric.data import FabricDataLoader
 from fabric.module import FabricModule
 from fabric.strategies.base import uncompiled
 
-_FabricDataLoader = FabricDataLoader
+
+class _FabricDataLoader(FabricDataLoader[Any]):
+    """A set-up loader, whose iteration begins when its first batch is asked for.
+
+    ``setup_dataloaders`` changes the class of a set-up loader to this class.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, as in Lightning: iter() alone draws no random number and begins no epoch.
+        yield from super().__iter__()
+
+    # The user's loader, or a copy with the sampler of Lightning.
+    _dataloader = property(attrgetter("original"))
 
 
 class _FabricModule(FabricModule):
@@ -119,7 +132,7 @@ def _unwrap_objects(collection: Any) -> Any:
         if isinstance(plain, FabricModule):
             return plain.module
         if isinstance(obj, FabricDataLoader):
-            return obj.loader
+            return obj.original
         return obj
 
     return apply_to_collection(collection, (nn.Module, FabricDataLoader), inner)

@@ -518,6 +518,19 @@ def test_a_loader_knows_the_device_of_its_batches() -> None:
         assert fabric.setup_dataloaders(loader, move_to_device=False).device is None
 
 
+def test_a_loader_draws_nothing_before_its_first_batch() -> None:
+    with single() as fabric:
+        user_loader = DataLoader(range(4), shuffle=True)
+        loader = fabric.setup_dataloaders(user_loader)
+        assert loader._dataloader is user_loader
+        assert _unwrap_objects([loader]) == [user_loader]
+        state = torch.get_rng_state()
+        batches = iter(loader)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert sorted(int(batch) for batch in batches) == [0, 1, 2, 3]
+        assert not torch.equal(torch.get_rng_state(), state)
+
+
 class Methods(nn.Module):
     attribute = 1
 
