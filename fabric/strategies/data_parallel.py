@@ -371,11 +371,13 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             leaves_by_replica.append(leaves)
             structures.append(structure)
             paths_by_replica.append(leaf_paths(structure, "output"))
-        # Returns the paths of the leaves. Raises if the replicas have different paths, and so
-        # different structures.
+        # The lists of paths are equal objects to _join_leaves(), which returns the first list. It
+        # raises if they differ, and so if the structures of the outputs differ.
         paths = _join_leaves("output", paths_by_replica)
+        # An item has the same leaf of each replica.
+        leaves_by_path = list(zip(*leaves_by_replica, strict=True))
         joined: list[Leaf] = []
-        for path, leaves in zip(paths, zip(*leaves_by_replica, strict=True), strict=True):
+        for path, leaves in zip(paths, leaves_by_path, strict=True):
             joined.append(_join_leaves(path, leaves))
         return unflatten(structures[0], joined)
 

@@ -628,13 +628,18 @@ class _FirstPassCheck:
     def _after_forward(
         self, wrapper: DistributedDataParallel, _arguments: object, output: object
     ) -> None:
-        """End the check, or have a backward pass of this output raise. This is a forward hook."""
+        """End the check, or have a backward pass of this output raise. This is a forward hook.
+
+        The first forward pass outside of ``no_sync`` prepares DDP, and ends the check. An output
+        from within ``no_sync`` is allowed if its backward pass runs after that, so
+        :meth:`_refuse_backward` decides when the backward pass runs.
+        """
         if not torch.is_grad_enabled():
             return
         is_in_no_sync = not self._synchronizes()
         if not is_in_no_sync:
             self._is_prepared = True
-            self._hook.remove()
+            self._hook.remove()  # this hook
             return
         check = partial(self._refuse_backward, type(uncompiled(wrapper.module)).__name__)
         leaves, _ = flatten(output)

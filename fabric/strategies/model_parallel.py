@@ -104,7 +104,13 @@ def _replace_auto(
 ) -> dict[str, int]:
     """Return the requested sizes with a number for each ``"auto"``.
 
-    The arguments are those of :func:`mesh_sizes`, which refuses sizes with a wrong product.
+    Called by :func:`mesh_sizes`, which refuses the result if its product is not ``world_size``.
+
+    Args:
+        requested: the size of each dimension of the mesh, a number or ``"auto"``.
+        splits_layers: whether the user has a plan or a function that splits layers.
+        world_size: the number of processes.
+        local_world_size: the number of processes on this node.
     """
     sizes = dict(requested)
     explicit_product = prod(size for size in sizes.values() if size != "auto")
@@ -556,17 +562,21 @@ class ModelParallelStrategy(FSDPStrategy):
         if not self._shards_parameters:
             # FSDP2's mixed precision casts nothing then. Fabric enters autocast instead.
             contract = replace(contract, casts=False)
-        # setup_module() has just built the comparison for this module.
+        # setup_module() has just built the comparison of this module with its unsplit copy, for the
+        # first forward pass. The contract takes it over.
         if self._comparison is not None:
             contract = replace(contract, add_first_pass_checks=self._comparison.add_to)
             self._comparison = None
-        # Only the first group along "tensor_parallel" compares the parameters. A mistake in the
-        # model shows in every group, and the checks of all groups would fill the store.
+        if topology.tensor_parallel_size == 1:
+            return contract
+        # The comparison with the unsplit copy calls modules once more, in some groups only. So the
+        # order in which modules are used may differ between the groups, and is not compared.
+        contract = replace(contract, module_order=_unknown_order)
+        # The ranks of a group along "tensor_parallel" are consecutive. Only the first group
+        # compares the parameters: a mistake in the model shows in every group, and comparisons in
+        # all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size
-        if topology.tensor_parallel_size > 1:
-            # The comparison of split layers with whole ones uses modules in some groups alone.
-            contract = replace(contract, module_order=_unknown_order)
-        if topology.tensor_parallel_size == 1 or not is_in_first_group:
+        if not is_in_first_group:
             return contract
         replicated: dict[str, Any] = {}
         for name, parameter in contract.parameters().items():
@@ -575,9 +585,9 @@ class ModelParallelStrategy(FSDPStrategy):
         return replace(
             contract,
             replicated=lambda: replicated,
-            # The name of the set of ranks that compare these parameters.
+            # Any name for the set of ranks that compare these parameters.
             scope="parts of layers",
-            # The first group along "tensor_parallel".
+            # The ranks of the first group.
             ranks_of_layers=range(topology.tensor_parallel_size),
             replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
             "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
@@ -657,10 +667,11 @@ class ModelParallelStrategy(FSDPStrategy):
             if layer not in self._unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
-            # An original that an earlier layer shares has rank 0's values already.
+            # An original that an earlier layer shares got rank 0's values with that layer.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
-            # Taken out, since this method is called for the outer FSDP modules of the layer, too.
+            # Taken out: this method is called again for each FSDP module around this one, and must
+            # not split the layer twice.
             style_of_plan = self._unsplit_layers.pop(layer)
             for style in torch_styles(layer, style_of_plan):
                 # Without a source rank, torch sends nothing: this rank has rank 0's values already.

@@ -162,8 +162,9 @@ def _check_same_batch(
 ) -> None:
     """Raise if the ranks pass different batches. Collective.
 
-    The paths and lengths are compared, and for tensors on the CPU the sums of their bytes. On
-    another device, reading a sum would wait for the device.
+    The paths and lengths are compared, and for tensors on the CPU the sums of their bytes. The
+    bytes of tensors on another device are not compared, since reading a sum would wait for the
+    device.
 
     Args:
         communicator: the ranks that have parts of the same sequences.
@@ -328,8 +329,13 @@ class _SequenceParallelAttention(TorchFunctionMode):
     ) -> Tensor:
         """Compute attention for some heads of all tokens, and exchange the outputs. Collective.
 
+        A rank has all heads of its own tokens. The ranks exchange the queries, keys and values, so
+        that a rank has some of the heads of all tokens. The outputs are exchanged in the opposite
+        direction.
+
         Args:
-            query: this rank's queries. The number of heads is divisible by the number of ranks.
+            query: this rank's queries, of shape ``(..., heads, tokens, width)``. The number of
+                heads is divisible by the number of ranks.
             key: this rank's keys. The number of heads is divisible, too.
             value: this rank's values. The number of heads is divisible, too.
             is_causal: whether a query attends only to the tokens up to its own.
@@ -340,16 +346,18 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """
         ranks = self._communicator.size
         # Row n of a message goes to rank n. It has the n-th part of the heads, for this rank's
-        # tokens. A message has the shape (ranks, ..., heads / ranks, padded tokens, width).
+        # tokens. A message has the shape (ranks, ..., heads / ranks, padded tokens, width). The
+        # tokens are padded, because messages of all ranks must have the same size.
         messages: list[Tensor] = []
         for tensor in (query, key, value):
             split_heads = self._pad(tensor).unflatten(-3, (ranks, -1))
             messages.append(split_heads.movedim(-4, 0))
         received = all_to_all(self._communicator, messages)
-        # This rank's heads of all tokens.
+        # This rank's heads of all tokens, without padding.
         query, key, value = map(self._join, received)
         output = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
         # The outputs travel back: row n has the tokens of rank n for this rank's heads.
+        # self._lengths has the number of tokens of each rank.
         outputs_by_rank = [self._pad(tokens) for tokens in output.split(self._lengths, -2)]
         # Row n has the heads of rank n, for this rank's queries.
         heads_by_rank = all_to_all(self._communicator, torch.stack(outputs_by_rank))

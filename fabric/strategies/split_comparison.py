@@ -387,9 +387,11 @@ class SplitComparison:
             self._hooks_of_model.is_needed_uncompiled.remove(self._is_pass_to_compare)
 
     def _regions_around_uncalled(self) -> list[_Region]:
-        """Return new regions around regions that were not called although their layers were.
+        """Return new regions around regions that the last pass has not called.
 
-        The code of a module may call the layers of an inner module, and not the inner module.
+        A *region* is a module with split layers, which a forward pre-hook of the module compares
+        with the module before the split. The hook never runs if the code of an outer module calls
+        the layers of the region, and not the region itself. Then the outer module becomes a region.
         """
         uncalled: set[str] = set()
         for region in self._regions_to_compare:
@@ -398,7 +400,8 @@ class SplitComparison:
         if not uncalled:
             return []
         self._uncalled_paths |= uncalled
-        # Modules around the uncalled ones are regions, now that the uncalled ones are left out.
+        # Without the uncalled modules, the next module around the same layers is a region. The
+        # other regions are found again, and are not new.
         new_regions: list[_Region] = []
         for region in self._find_regions(uncalled=self._uncalled_paths):
             if region.path not in self._paths_of_regions:
@@ -468,7 +471,8 @@ class SplitComparison:
     def _has_same_inputs(self, inputs: Sequence[Any]) -> bool:
         """Return whether all ranks of a layer have the same inputs. Collective among them.
 
-        Inputs that have no tensors, or tensors other than plain dense ones, count as different.
+        Inputs without tensors count as different, and so do inputs with a DTensor or a sparse
+        tensor.
         """
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.numel()]
         checksums: list[int] = []
@@ -545,7 +549,8 @@ class SplitComparison:
     ) -> R | None:
         """Return the result of a function that runs the user's code and communicates.
 
-        Collective among the ranks of a layer. A rank does not hang if the others do something else.
+        Collective among the ranks of a layer. ``AgreeingCollectives`` raises before a collective in
+        which ranks would wait for each other forever, because they do different things.
 
         Args:
             function: the function.
@@ -559,6 +564,7 @@ class SplitComparison:
             Exception: the error of the function, if it has not raised on all ranks.
             UsageError: the function has raised on another rank, or communicates differently there.
         """
+        # A name for the keys in the store. All ranks of a layer make the same runs.
         self._num_runs += 1
         name = f"{self._name}/{self._num_runs}"
         build_error = partial(self._build_error, region_of_error)
@@ -566,9 +572,9 @@ class SplitComparison:
             try:
                 result = function(*args)
             except Exception as error:  # noqa: BLE001 - the user's code raises any error
-                agreement.fail(error)
+                agreement.fail(error)  # raises, unless the function has raised on all ranks
                 return None
-            agreement.finish()
+            agreement.finish()  # raises if the function has not returned on all ranks
         return result
 
     def _build_error(self, region: _Region, problem: str) -> UsageError:
@@ -822,8 +828,9 @@ def _compute_gradients(
     Collective among the ranks of a layer.
 
     Returns:
-        The pairs (split, whole). An empty list if the split region returned a part of the result,
-        for which the gradients would differ.
+        The pairs (split, whole). Both computations list the same parameters and inputs in the same
+        order. An empty list if the split region returned a part of the result, for which the
+        gradients would differ.
     """
     split_shapes = [tensor.shape for tensor in split.result]
     whole_shapes = [tensor.shape for tensor in whole.result]

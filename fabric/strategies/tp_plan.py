@@ -456,7 +456,8 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
 
     Args:
         layer: the layer that is to be split.
-        style: one of the names in ``_STYLES``, or a ``ParallelStyle`` of torch.
+        style: one of the names in ``_STYLES``, a ``LatentStyle``, or a ``ParallelStyle`` of torch,
+            which is returned as it is.
 
     Returns:
         The styles, to be applied by ``parallelize_module(layer, mesh, style)`` in this order. Each
@@ -467,14 +468,15 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
     from fabric.strategies import expert_styles  # imports torch.distributed.tensor, too
 
     if style == _PARTIAL_GRADIENT_STYLE:
-        # The layer is not split. Its gradients are summed by hooks, see sum_over_parts().
+        # The layer is not split. The hooks of sum_over_parts() sum its gradients over the ranks.
         return []
     if style == _EXPERTS_STYLE:
         return [expert_styles.ExpertParallel()]
     if isinstance(style, LatentStyle):
         return [expert_styles.LatentProjection(style.rotated_width)]
     if style == "sequence_parallel":
-        # Only this layer computes parts of dim 1. Its input and its output are whole.
+        # Only this layer computes parts of dim 1, the tokens. The layers before and after it
+        # compute the whole dimension.
         split_input = parallel.PrepareModuleInput(
             input_layouts=Replicate(), desired_input_layouts=Shard(1)
         )
@@ -789,7 +791,8 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
         root: the model.
         layers: the layers to split, each with its style.
     """
-    # For each name of a parameter: "rows" or "columns" if they are split, or "" if nothing is.
+    # For each parameter: for each of its names, whether the layer of this name splits the "rows" or
+    # the "columns" of the parameter. "" if the layer splits neither.
     lines_by_parameter: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
         # An empty style, which splits nothing, stands for a layer that is not in the plan.
@@ -797,7 +800,8 @@ def _shared_parameter_problems(root: nn.Module, layers: Mapping[nn.Module, Any])
         lines = ""
         if dimension is not None:
             lines = dimension.lines
-        for name, parameter in layer.named_parameters(path, recurse=False):
+        # The path is put in front of the names.
+        for name, parameter in layer.named_parameters(prefix=path, recurse=False):
             lines_by_parameter.setdefault(parameter, {})[name] = lines
     for lines_by_name in lines_by_parameter.values():
         is_split_differently = len(set(lines_by_name.values())) > 1
@@ -951,8 +955,9 @@ class PartRandomStreams:
     def _start_part(self, layer: Any, args: Any, output: Any) -> None:
         """Seed the generators for this rank's part. A forward hook of colwise layers.
 
-        If several colwise layers precede a rowwise layer, the first one starts the part. Only
-        models in training mode draw random numbers.
+        The part ends at the next rowwise layer. If several colwise layers precede a rowwise layer,
+        the first one starts the part. Nothing is seeded in evaluation mode, in which no dropout
+        draws random numbers.
         """
         is_in_part = self._saved_states is not None
         if is_in_part or not layer.training:
@@ -964,7 +969,8 @@ class PartRandomStreams:
         if not torch.compiler.is_dynamo_compiling():
             self._seed()
         elif self._parts_draw_numbers:
-            # Seeding breaks the graph of torch.compile, and so it is left out if possible.
+            # Seeding breaks the graph of torch.compile. So compiled code seeds only if the model
+            # has dropout, or if a part that was not compiled has drawn random numbers.
             self._seed_outside_of_graphs()
 
     def _seed(self) -> None:
@@ -990,17 +996,21 @@ class PartRandomStreams:
             self._restore()
 
     def _restore(self) -> None:
-        """Restore the streams that all ranks share, at the end of a part."""
+        """Restore the streams that all ranks share, at the end of a part.
+
+        :meth:`_seed` has drawn a seed from these streams. If the part has drawn no random numbers,
+        the streams continue as if no seed had been drawn, and so as in a single process.
+        """
         saved = self._saved_states
         assert saved is not None
         with real_tensors():
-            is_unused = all(map(torch.equal, saved.start_of_part, self._generator_states()))
+            has_drawn = not all(map(torch.equal, saved.start_of_part, self._generator_states()))
             for generator, state in zip(self._generators, saved.before_seed, strict=True):
                 generator.set_state(state)
-            # The draw of the common seed is undone now. It is repeated only if the part has drawn
-            # random numbers. Otherwise the model has the random numbers of a single process.
-            if not is_unused:
+            if has_drawn:
+                # From now on, compiled code has to seed its parts, too. See _start_part().
                 self._parts_draw_numbers = True
+                # The same draw as in _seed(), so that the next part gets another seed.
                 _draw_seed()
         self._saved_states = None
 

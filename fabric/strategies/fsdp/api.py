@@ -394,25 +394,33 @@ class FSDPStrategy(ParallelStrategy):
         else:
             memory = MappedMemory(warn=self.local_rank == 0)
         state_before = _rng_state()
-        # This rank's random states before and after the block, joined. Empty if the block raises:
-        # rank 0 then stores the empty value, so that the other ranks raise, too.
-        states = b""
+        # Rank 0's random states before and after the block, one after the other. Rank 0 stores the
+        # empty value if its block raises, so that the other ranks raise, too.
+        states_of_rank0 = b""
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
                 yield
-            states = state_before + _rng_state()
+            states_of_rank0 = state_before + _rng_state()
         finally:
             if is_from_rank0 and self.is_global_zero:
-                self._share_rng_states(key, states)
+                self._share_rng_states(key, states_of_rank0)
         # A rank whose block raised does not get here, and so does not wait for rank 0.
         if is_receiver:
-            self._receive_rng_state(key, state_before, states)
+            self._receive_rng_state(key, state_before)
 
     def _share_rng_states(self, key: str, states: bytes) -> bytes:
-        """Store this rank's random states on rank 0. Wait for and return them on other ranks."""
+        """Store the states on rank 0. On other ranks, wait for rank 0's states.
+
+        Args:
+            key: the key of rank 0's states in the store.
+            states: what rank 0 stores. Not used on other ranks.
+
+        Returns:
+            What rank 0 has stored.
+        """
         return self.runtime.from_rank0("the end of init_module on rank 0", key, states)
 
-    def _receive_rng_state(self, key: str, state_before: bytes, states: bytes) -> None:
+    def _receive_rng_state(self, key: str, state_before: bytes) -> None:
         """Wait for rank 0, and take over its random state if this rank started with the same state.
 
         Called on all ranks but rank 0, at the end of ``init_module(source="rank0")``.
@@ -420,19 +428,18 @@ class FSDPStrategy(ParallelStrategy):
         Args:
             key: the key of rank 0's states in the store.
             state_before: this rank's random state at the start of the block.
-            states: this rank's random states at the start and at the end of the block, joined.
 
         Raises:
             UsageError: rank 0's block raised.
         """
-        # Only rank 0 sends states. This rank receives them.
-        states_of_rank0 = self._share_rng_states(key, states)
+        states_of_rank0 = self._share_rng_states(key, states=b"")
         # Empty if rank 0's block raised.
         if not states_of_rank0:
             raise UsageError(
                 f'init_module(source="rank0") on rank {self.global_rank}',
                 problem="rank 0 failed in it",
             )
+        # The value has rank 0's state at the start of the block, and then its state at the end.
         had_same_state = states_of_rank0.startswith(state_before)
         if had_same_state:
             state_after = states_of_rank0.removeprefix(state_before)
@@ -484,11 +491,12 @@ class FSDPStrategy(ParallelStrategy):
         Subclasses override this method. They may return a plan of how to split the model.
 
         Returns:
-            None, or an object whose ``repr`` has to be equal on all ranks.
+            None, or a plan. :meth:`check_setup` raises if its ``repr`` differs between ranks.
 
         Raises:
             FabricError: the model cannot be sharded.
         """
+        # is_source: the other ranks get the values of the parameters from rank 0.
         check_shardable(root, is_source=self.is_global_zero, models=self._prepared_modules)
         if self._shards_parameters:
             check_no_renormalized_tables(root)

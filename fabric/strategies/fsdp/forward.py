@@ -73,9 +73,12 @@ class ShardedForward:
         self.lent_gradients = LentGradients(root)
         self.unreduced = UnreducedGradients(root, self.synchronizes, self.lent_gradients)
         self._rank = rank
-        # See module_order() and stepped_gradients().
+        # What module_order() and stepped_gradients() return as text, so that checks can compare it
+        # between ranks: which FSDP modules were used so far, in which order, and which parameters
+        # had a gradient in the steps so far.
         self._order_digest = 0
         self._gradients_digest = 0
+        # Whether a forward pass was compiled. The order of modules is then unknown.
         self._is_compiled = False
         # Empty if the model is not sharded, as under tensor parallelism alone.
         self._fsdp_modules: list[Any] = list(filter(is_fsdp_module, [*fsdp_modules, root]))
@@ -188,8 +191,12 @@ class ShardedForward:
     ) -> None:
         """Take back lent gradients, and record which parameters have a gradient. A step pre-hook.
 
+        The record is a running digest, which :meth:`stepped_gradients` returns. The training checks
+        compare it between ranks. A static method, so that a hook with a weak reference as
+        ``find_forward`` does not keep the model alive.
+
         Args:
-            find_forward: returns the hooks of a model. None if the model is gone.
+            find_forward: returns the ShardedForward of a model. None if the model is gone.
             optimizer: the optimizer.
             *_: other arguments of the hook, which are not used.
         """

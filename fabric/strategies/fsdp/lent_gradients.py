@@ -93,7 +93,9 @@ class _LentGradientOfReplica:
     def take_back(self) -> None:
         """Give the parameter the gradient that the plain tensor has now.
 
-        The user may have changed it, replaced it, or set it to None.
+        The plain tensor, which modules hold in place of the parameter, has got the gradient of the
+        parameter. Since then the user may have changed the gradient in place, replaced it, or set
+        it to None. A change in place needs nothing, since both gradients share their memory.
         """
         with warnings.catch_warnings():
             # torch warns that the gradient of a tensor that is no leaf is None.
@@ -179,7 +181,13 @@ class LentGradients:
             self._lent.pop().take_back()
 
     def _lend_to_stand_ins(self) -> None:
-        """Lend gradients to what the modules hold now in place of the parameters."""
+        """Lend the gradients of the parameters to the tensors that modules hold in their place.
+
+        After a forward pass, a module holds a plain tensor in place of a replicated parameter, and
+        may hold a gathered parameter in place of a shard. The user reaches only these tensors, and
+        clears the gradients there. To *lend* a gradient is to set it as the ``grad`` of the tensor,
+        too, until :meth:`take_back` is called.
+        """
         lender_ids: set[int] = set()
         for slot in self._slots:
             parameter: Any = slot.parameter
@@ -187,19 +195,21 @@ class LentGradients:
             if parameter.grad is None or id(parameter) in lender_ids:
                 continue
             lender_ids.add(id(parameter))
+            # An instance attribute with a plain tensor hides a replicated parameter.
             plain = vars(slot.module).get(slot.name)
             if plain is not None:
-                # The attribute hides a replicated parameter.
                 plain.grad = local_tensor(parameter.grad)
                 self._lent.append(_LentGradientOfReplica(parameter, plain=plain, grad=plain.grad))
                 continue
             gathered: Any = slot.parameters_of_module.get(slot.name)
             if gathered is None or gathered is parameter:
+                # The parameter is not gathered.
                 continue
             grad = parameter.grad
             is_placeholder = grad.device != gathered.device
             if is_placeholder:
-                # torch refuses a gradient on another device. Clearing writes +0.0.
+                # torch refuses a gradient on another device, as with cpu_offload. So a placeholder
+                # of -0.0 is lent. If the user clears it, it is +0.0, and so take_back() can tell.
                 local_grad = torch.full_like(local_tensor(grad), -0.0, device=gathered.device)
                 grad = dtensor_like(grad, local_grad)
             lent = _LentGradient(

@@ -191,21 +191,32 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 def _take_part(
     rank: int, cleanup: ExitStack, operator: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Return a part of a DTensor, and watch changes in place from the first copy of a part on.
+    """Return a part of a DTensor, for operators such as ``select`` that index or split a tensor.
 
-    To watch them costs time in each operator that changes a DTensor in place, and most programs
-    never make a copy.
+    If the ranks had to gather the part, it is a copy, and a change of it in place would be lost.
+    From the first copy on, in-place operators on DTensors call :func:`_change`, which refuses the
+    change. They do not before, because this costs time and most programs never make a copy.
+
+    Args:
+        rank: the rank of this process, for errors.
+        cleanup: undoes all replacements of operators when the strategy is torn down.
+        operator: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The result of the operator, a DTensor or a list of DTensors.
     """
-    part = call_without_function(operator, args, kwargs)
-    parts = part
-    if isinstance(part, Tensor):
-        parts = [part]
-    for tensor in parts:
-        if _was_gathered(tensor, args[0]):
+    result = call_without_function(operator, args, kwargs)
+    parts = result
+    if isinstance(result, Tensor):
+        parts = [result]
+    for part in parts:
+        if _was_gathered(part, args[0]):
             functions = dict.fromkeys(_CHANGES, partial(_change, rank))
             cleanup.callback(handle_dtensor_operators(functions))
             break
-    return part
+    return result
 
 
 def _change(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -253,7 +264,7 @@ def _fill_whole(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) ->
         UsageError: the DTensor is a copy of a part of another DTensor.
     """
     dtensor, *other_args = args
-    _refuse_lost_change(rank, operator, dtensor)
+    _refuse_lost_change(rank, operator, dtensor)  # raises the UsageError
     whole = _empty_whole(dtensor)
     operator(whole, *other_args, **(kwargs or {}))
     local_tensor(dtensor).copy_(local_tensor(_shard(whole, dtensor)))
@@ -361,16 +372,16 @@ def _sum_dimensions(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _with_reduced_norms(dtensor: Any) -> Any:
-    """Return a DTensor of norms with their values reduced over the ranks. Others are unchanged.
+    """Return a DTensor of norms with their values reduced over the ranks.
 
-    Collective for norms that are not reduced yet.
+    Other DTensors are returned unchanged. Collective for norms that are not reduced yet.
     """
     from torch.distributed.tensor import Partial, Replicate  # takes a second to import
 
     placements: list[Any] = []
     for placement in dtensor.placements:
-        # Norms have a subclass of Partial. torch itself reduces other partial values, where a sum
-        # needs it.
+        # Norms have a subclass of Partial. torch can add up plain Partial values without reducing
+        # them first.
         if placement.is_partial() and type(placement) is not Partial:
             placement = Replicate()
         placements.append(placement)

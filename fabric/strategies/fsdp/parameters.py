@@ -41,8 +41,9 @@ class ShardedParameters:
         self._parameters = [slot.parameter for slot in self._slots]
         self._parameter_dicts = [slot.parameters_of_module for slot in self._slots]
         self._names = [slot.name for slot in self._slots]
-        # By the id of the sharded parameter. A key stays valid if FSDP2 gives the record another
-        # sharded parameter later.
+        # FSDP2's record of each sharded parameter, by the id of the parameter. FSDP2 may put
+        # another sharded parameter into a record later. The key stays the id of the first one,
+        # which is the parameter of a slot.
         self._records: dict[int, Any] = {}
         for record in fsdp_parameter_records(root):
             self._records[id(record.sharded_param)] = record

@@ -246,7 +246,8 @@ class UnshardedState:
         self._slots = [slot for slot in parameter_slots(root) if slot.parameter in replicated]
         # A dict and not a set, since the order has to be the same on all ranks.
         self.parameters = dict.fromkeys(slot.parameter for slot in self._slots)
-        # The buffers of each module with running statistics.
+        # The buffers of each module with running statistics. Empty if each rank keeps its own
+        # statistics.
         self._buffers_of_norms: list[dict[str, Tensor | None]] = []
         if broadcasts_statistics:
             self._buffers_of_norms = _buffers_with_statistics(root)
@@ -346,10 +347,11 @@ class UnshardedState:
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        """Put the parameters back, and average their gradients over the ranks.
+        """Put the replicated parameters back into the modules, and average their gradients.
 
-        Autograd calls this method at the end of a backward pass. Collective if gradients are
-        synchronized. Otherwise the parameters with a gradient are listed in ``_unreduced``.
+        Autograd calls this method at the end of a backward pass. Until then, the modules hold plain
+        tensors in place of the parameters. Collective if gradients are synchronized. Otherwise the
+        parameters with a gradient are listed in ``_unreduced``, for :meth:`unreduced_parameters`.
         """
         self._awaits_backward_end = False
         self._restore_parameters()
