@@ -526,7 +526,7 @@ def _batch_size(arguments: Tree) -> int:
     if len(sizes) > 1:
         raise ConfigurationError(
             'a forward pass under strategy="dp" with tensors '
-            f" of shapes {', '.join(map(str, shapes))}",
+            f"of shapes {', '.join(map(str, shapes))}",
             problem="a batch is split over the replicas along dim 0, and these tensors differ in "
             "it",
             suggestion="mask.expand(batch, ...) for what belongs to every sample, or a buffer of "

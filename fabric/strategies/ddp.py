@@ -400,7 +400,7 @@ class DDPStrategy(ParallelStrategy):
             # The training checks compare these parameters between the ranks after steps.
             replicated = partial(_synchronized_parameters, prepared)
             # Saves compare these tensors.
-            replicas = partial(_replicas, prepared, has_buffers=self._broadcasts_buffers())
+            replicas = partial(_replicas, prepared, includes_buffers=self._broadcasts_buffers())
             contract = replace(contract, replicated=replicated, replicas=replicas)
         return contract
 
@@ -564,7 +564,8 @@ def _normalize_strides(module: nn.Module) -> None:
     """
     for buffer in module.buffers():
         if buffer.layout is torch.strided and buffer.is_contiguous():
-            # A view of the same shape may keep the strides, so the view is of a flat one.
+            # A view of the same shape could keep the strides. A view of the flat tensor has the
+            # strides of a new tensor.
             view = buffer.data.view(-1).view(buffer.shape)
             if view.stride() != buffer.stride():
                 buffer.data = view
@@ -593,17 +594,20 @@ def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torc
     return synchronized
 
 
-def _replicas(wrapper: DistributedDataParallel, *, has_buffers: bool) -> dict[str, torch.Tensor]:
+def _replicas(
+    wrapper: DistributedDataParallel, *, includes_buffers: bool
+) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that are equal on all ranks, by the user's names.
 
     Args:
         wrapper: the wrapped module.
-        has_buffers: whether to return buffers, because torch copies rank 0's buffers to all ranks.
+        includes_buffers: whether to return the buffers, too. They are equal if torch copies rank
+            0's buffers to all ranks.
     """
     ignored = ignored_by_ddp(wrapper)
     root = uncompiled(wrapper.module)
     tensors: dict[str, torch.Tensor] = dict(root.named_parameters())
-    if has_buffers:
+    if includes_buffers:
         tensors.update(root.named_buffers())
     return {name: tensors[name] for name in tensors if name not in ignored}
 

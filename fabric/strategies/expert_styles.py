@@ -76,7 +76,10 @@ class LatentProjection(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Register the hook that sums gradients. Not a collective.
 
-        torch calls this method for each module that has this style in the plan.
+        torch calls this method for each module that has this style in the plan. The module computes
+        a latent for all heads, and the rotated part of the keys. Each rank uses the rotated part
+        for its own heads, so the gradients of this part have to be summed over the ranks. torch
+        sums those of the latent.
         """
 
         def sum_rotated_gradients(layer: Any, args: Any, output: Tensor) -> Tensor:

@@ -223,13 +223,14 @@ class _SequenceParallelAttention(TorchFunctionMode):
         """Keep the lengths. The mode starts when it is entered."""
         super().__init__()
         self._communicator = communicator
-        self._lengths = lengths
+        self._lengths = lengths  # the number of tokens of each rank
         self._local_length = lengths[communicator.rank]
         self._total_length = sum(lengths)
         self.calls = 0
         # torch.compile cannot put the collectives of attention into a graph.
         self._attend_outside_of_graphs = torch.compiler.disable(self._attend)
-        # Otherwise each kind of operation between two graphs would become a graph of its own.
+        # Otherwise torch.compile would make a graph of this method for each kind of operation that
+        # runs outside of graphs.
         trace_only_inside_of_graphs(_SequenceParallelAttention.__torch_function__)
 
     @override
@@ -251,6 +252,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             return self._attend_outside_of_graphs(*args, **kwargs)
         if func is Tensor.backward:
+            # A recomputation in the backward pass calls attention, too, and needs the mode.
             return self._run_backward(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -281,6 +283,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
         self.calls += 1
         self._check_inputs(query, key, value, attn_mask)
         options["dropout_p"] = dropout_p
+        # Heads are exchanged if possible. A mask may differ between heads and is not exchanged.
         can_split_heads = attn_mask is None
         for tensor in (query, key, value):
             has_heads = tensor.dim() > 2  # in dim -3

@@ -333,7 +333,11 @@ class SplitComparison:
         return torch.is_grad_enabled() or not self._has_compared
 
     def _before_forward(self) -> None:
-        """Add the hooks of the regions. A function of ``Hooks.before``."""
+        """Add the hooks that compare the regions, which are the modules with split layers.
+
+        A function of ``Hooks.before``, which runs before each forward pass of the model.
+        :meth:`_after_forward` removes the hooks.
+        """
         # The model may call itself. Only the outermost call is a pass.
         if self._is_in_pass or not self._is_pass_to_compare():
             return
@@ -353,7 +357,12 @@ class SplitComparison:
     def _after_forward(self, output: Any, error: BaseException | None) -> None:
         """Remove the hooks of the regions, and end the comparison once no region is left.
 
-        A function of ``Hooks.after``.
+        A function of ``Hooks.after``, which runs after each forward pass of the model. A region is
+        a module with split layers. Hooks of this pass have compared the regions that were called.
+
+        Args:
+            output: what the forward pass returned. Not used.
+            error: the error of the forward pass. None if it raised none.
         """
         if not self._is_in_pass:
             return
@@ -374,12 +383,14 @@ class SplitComparison:
         self._num_passes += 1
         remaining: list[_Region] = []
         for region in self._regions_to_compare:
-            # The region is compared again, even if the user catches the error of a comparison.
+            # An error has ended the pass before this region was compared, or is the error of its
+            # comparison. If the user catches the error, the next pass compares the region.
             is_interrupted = error is not None and not region.is_compared
             # If weights are zero, the region is compared again once a step has changed them.
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
         self._regions_to_compare = [*new_regions, *remaining]
+        # Weights that stay zero must not make every pass of the job slower.
         if not self._regions_to_compare or self._num_passes >= _MAX_PASSES:
             self._regions_to_compare = []
             self._hooks_of_model.before.remove(self._before_forward)
@@ -424,8 +435,9 @@ class SplitComparison:
             return
         self._is_comparing = True
         region.is_called = True
-        # Stays true if the ranks have different inputs: the region is then not tried again.
-        was_computed = True
+        # Whether the region is done. If it is not, and if this pass raises, the next pass compares
+        # it again. A region whose inputs differ between ranks cannot be compared, and is done, too.
+        is_done = True
         try:
             inputs, _ = flatten((args, kwargs))
             # Neither modes of the user, such as a counter of FLOPs, nor an activation checkpoint
@@ -438,11 +450,12 @@ class SplitComparison:
             ):
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
-                        was_computed = self._compare_computations(region, args, kwargs)
+                        is_done = self._compare_computations(region, args, kwargs)
         finally:
             self._is_comparing = False
         self._has_compared = True
-        region.is_compared = torch.is_grad_enabled() and was_computed
+        # A pass without gradients compares only the outputs.
+        region.is_compared = torch.is_grad_enabled() and is_done
 
     def _raise_on_all_ranks(self, region: _Region, difference: "_Difference | None") -> None:
         """Raise a UsageError on all ranks of a layer if one of them passes a difference.
@@ -486,7 +499,8 @@ class SplitComparison:
     def _restored_state(self, region: _Region) -> Iterator[None]:
         """Run the block in evaluation mode, and restore all state of the region after the block.
 
-        The state includes the random states, and the attributes and buffers of all modules.
+        The state includes the random states, and the attributes and buffers of all modules. The
+        mode is the attribute ``training``, which is restored with the other attributes.
         """
         with ExitStack() as stack:
             for generator in self._generators:
@@ -660,18 +674,22 @@ def _find_regions(
         uncalled: the names of modules that are never called, and so are no regions.
     """
     modules = dict(root.named_modules())
+    # The paths of the colwise and of the rowwise layers.
     layers = _find_split_layers(modules, whole_outputs)
     not_regions = {*uncalled, *_paths_of_containers(modules)}
+    # For each module that may be a region, the colwise layers for which it is the smallest module.
     colwise_by_path = smallest_modules_around(layers.colwise, layers.rowwise, not_regions)
     # Inner modules before outer modules.
     paths = sorted(colwise_by_path, key=_depth, reverse=True)
+    # The innermost of these modules around each rowwise layer.
     path_of_rowwise = _first_modules_around(layers.rowwise, paths)
-    # The lines of the plan for the layers of each module, without the rowwise layers that belong to
-    # an inner module.
+    # For each region, the lines of the plan for its layers. A rowwise layer counts for the
+    # innermost module only.
     lines_by_path: dict[str, list[str]] = {}
     for path in paths:
         rowwise = [layer for layer in layers.rowwise if path_of_rowwise.get(layer) == path]
-        # Without a rowwise layer, the output of the colwise layers is taken to be whole.
+        # If inner modules have all the rowwise layers, the output of the colwise layers is taken to
+        # be whole, and the module is no region.
         if rowwise:
             layers_of_module = [*colwise_by_path[path], *rowwise]
             lines_by_path[path] = _lines_of_layers(layers_of_module, modules, lines)
@@ -681,6 +699,7 @@ def _find_regions(
         modules_with_regions.update(_modules_around(path, modules))
     regions: list[_Region] = []
     for path in lines_by_path:
+        # The user may name the module itself, or a module around it.
         is_left_out = not not_compared.isdisjoint(_modules_around(path, modules))
         region = _Region(path, modules[path], whole.get_submodule(path))
         if is_left_out or not _is_comparable(region, modules_with_regions):
@@ -805,13 +824,14 @@ def _compute_both(
 ) -> _Computations:
     """Compute a region as it is split, and as it was before the split.
 
-    Collective among the ranks of a layer.
+    Collective among the ranks of a layer. The caller restores the random states and the attributes
+    of both modules, which this function changes.
     """
     states = [generator.get_state() for generator in generators]
     forward = vars(region.module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is region.module:
-        # This pass runs another method in place of forward(), such as training_step(). The copy has
-        # to run this method, too.
+        # A method is bound in place of forward() for this pass, such as training_step(). The copy
+        # has to run the same function.
         vars(region.whole)["forward"] = MethodType(forward.__func__, region.whole)
     split = _compute_split(region, args, kwargs)
     whole = _compute_whole(region, args, kwargs)
@@ -842,19 +862,21 @@ def _compute_gradients(
 def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     """Compute a region as it is split.
 
-    Gradients are computed of the parameters that are not split, and of the inputs.
+    Gradients are computed of the parameters that are not split, and of the inputs. The caller
+    restores the attributes of the modules, which this function changes.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     _detach_replicated_parameters(region)
     gradient_inputs: list[_Quantity] = []
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
-        # A split parameter is a DTensor.
+        # A split parameter is a DTensor, and is left out.
         if tensor.requires_grad and _is_plain_and_dense(tensor):
             gradient_inputs.append(_parameter_quantity(region, slot.parameter, tensor))
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.module, outputs):
-        # Not region.module(...), which would run the hooks of the module.
+        # Not region.module(...), which would run the hooks of the module. One of these hooks runs
+        # this comparison.
         result = region.module.forward(*new_args, **new_kwargs)
     return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
 
@@ -862,7 +884,8 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
 def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     """Compute a region as it was before the split, with the full parameters.
 
-    Collective among the ranks of a layer.
+    Collective among the ranks of a layer. Also records in ``region.has_zero_weights`` whether all
+    rowwise weights are zero.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     gradient_inputs: list[_Quantity] = []
@@ -872,7 +895,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     full_tensors: dict[nn.Parameter, Tensor] = {}
     for name, parameter in region.module.named_parameters(remove_duplicate=False):
         if parameter not in full_tensors:
-            full_tensors[parameter] = full_tensor(parameter.detach()).detach()
+            full_tensors[parameter] = full_tensor(parameter.detach())
         tensors[name] = full_tensors[parameter]
     for slot in parameter_slots(region.module):
         tensor = _tensor_in_use(slot)
@@ -893,9 +916,10 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
 def _detach_replicated_parameters(region: _Region) -> None:
     """Have a region compute with leaves in place of its replicated parameters.
 
-    The plain tensors that hide replicated parameters have hooks. If gradients of the comparison
-    reached these hooks, they would take the forward pass around the region for finished, and show
-    the DTensors in all modules. The attributes are put back at the end of the comparison.
+    During a forward pass, an attribute with a plain tensor hides each replicated parameter. A hook
+    of the plain tensor removes these attributes from all modules of the model at the end of a
+    backward pass. Without leaves, the backward pass of the comparison would call the hook, in the
+    middle of the forward pass. The plain tensors are put back at the end of the comparison.
     """
     leaves: dict[nn.Parameter, Tensor] = {}
     for slot in parameter_slots(region.module):
@@ -953,7 +977,13 @@ def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantit
 def _recorded_outputs(
     region: _Region, module: nn.Module, outputs: list[_Quantity]
 ) -> Iterator[None]:
-    """Append the outputs of the rowwise layers in ``module`` to a list during the block."""
+    """Append the outputs of the rowwise layers in ``module`` to a list during the block.
+
+    Args:
+        region: the region.
+        module: the module of the region whose layers are called, split or whole.
+        outputs: the list, in the order of the calls.
+    """
 
     def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         """Append the output of the rowwise layer called ``name``. A forward hook of the layer."""

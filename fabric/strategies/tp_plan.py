@@ -230,6 +230,7 @@ def _styles_of_layers(
                 expected=f"a pattern for {', '.join(_patterns_of(modules))}",
             )
         if style in _STYLES_AROUND_LAYERS:
+            # The modules are not split. The plan has lines for the layers in them.
             continue
         if isinstance(style, str):
             style = _OTHER_NAMES.get(style, style)
@@ -435,7 +436,7 @@ def smallest_modules_around(
     with_rowwise.difference_update(uncalled)
     colwise_by_module: dict[str, list[str]] = {}
     for path in colwise:
-        for ancestor in ancestors(path):
+        for ancestor in ancestors(path):  # from the smallest module to the root
             if ancestor in with_rowwise:
                 colwise_by_module.setdefault(ancestor, []).append(path)
                 break
@@ -916,8 +917,9 @@ class PartRandomStreams:
         """Choose the generators: the one of the CPU, and the one of the current device."""
         # The number of the part that this rank computes.
         self._part_number = mesh.get_local_rank("tensor_parallel")
+        # Whether a part without a rowwise layer behind it is an error.
         self._requires_rowwise = requires_rowwise
-        # None outside of a part.
+        # The states of the generators from before the part. None outside of a part.
         self._saved_states: _SavedStates | None = None
         self._generators = generators_of(mesh.device_type)
         # Whether parts are known to draw random numbers, because the model has dropout, or because
@@ -930,7 +932,8 @@ class PartRandomStreams:
     def register_hooks(self, root: nn.Module) -> None:
         """Register the hooks with a model whose layers are split. They stay as long as the model.
 
-        If the model has dropout, ``torch.compile`` leaves out the modules around parts.
+        A part begins after a colwise layer and ends before the next rowwise layer. If the model has
+        dropout, ``torch.compile`` leaves out the modules around parts.
         """
         colwise: list[str] = []
         rowwise: list[str] = []

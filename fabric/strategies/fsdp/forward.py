@@ -108,7 +108,8 @@ class ShardedForward:
         """Register hooks that refuse other tensors in place of the parameters of FSDP modules.
 
         The hooks run before FSDP's own hooks, which would overwrite the other tensors by the
-        gathered parameters. The root needs no hook: :meth:`_begin_pass` checks it.
+        gathered parameters. The root needs no hook: :meth:`_begin_pass` checks it. The hooks also
+        record the order in which modules are used, by their numbers in the model.
         """
         for number, (path, module) in enumerate(self.root.named_modules(), 1):
             if is_fsdp_module(module) and module is not self.root:
@@ -317,7 +318,8 @@ class ShardedForward:
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
         """Leave the model ready for the next forward pass. A forward hook of the root.
 
-        torch calls this hook after an error, too. Then ``output`` may be None.
+        Undoes what :meth:`_begin_pass` has done. torch calls this hook after an error, too. Then
+        ``output`` may be None, and :meth:`_note_success` was not called before.
         """
         # At least 0, since _begin_pass() was not called if another pre-hook raised first.
         self._num_running_calls = max(0, self._num_running_calls - 1)
@@ -327,7 +329,8 @@ class ShardedForward:
         if not self.unsharded.is_empty:
             self._unsharded_after_forward(output)
         if torch.compiler.is_dynamo_compiling():
-            # Without FSDP modules and replicated parameters, the shards stay in the modules.
+            # Without FSDP modules and replicated parameters, modules hold no other tensors in place
+            # of their parameters, and there is nothing to lend. The call would break the graph.
             if self._fsdp_modules or not self.unsharded.is_empty:
                 self._lend_gradients_uncompiled(output)
             return
@@ -339,9 +342,9 @@ class ShardedForward:
         if not self._last_pass_succeeded:
             # In a backward pass, torch.utils.checkpoint ends its forward pass by an exception once
             # it has recomputed what it needs. The backward pass goes on with the gathered
-            # parameters.
+            # parameters, so FSDP2's state of the pass must stay.
             if not is_in_backward():
-                self.unreduced.reset_pass()
+                self.unreduced.reset_pass()  # clears FSDP2's state
             return
         self._sharded_parameters.check_gathered_unchanged()
         if not torch.is_grad_enabled():

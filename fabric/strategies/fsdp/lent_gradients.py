@@ -48,22 +48,29 @@ class _LentGradient:
     is_placeholder: bool
 
     def take_back(self) -> None:
-        """Give the gathered parameter its own gradient again, and the shard what the user left."""
+        """Give the gathered parameter its own gradient again, and the shard what the user left.
+
+        The gathered parameter has had the gradient of the shard as its ``grad``. Since then the
+        user may have changed it in place, set it to None, or replaced it.
+        """
         grad_of_user = self.gathered.grad
         self.gathered.grad = None  # torch refuses to change the dtype of a gradient that exists
         self.gathered.grad_dtype = self.grad_dtype
         if grad_of_user is self.grad:
+            # Not replaced. A change in place has reached the shard, which has the same gradient,
+            # unless a placeholder was lent.
             self.gathered.grad = self.unreduced_grad
             if self.is_placeholder and self.shard.grad is not None:
                 self._clear_like_placeholder(self.shard.grad)
         elif grad_of_user is None:
-            # The unreduced gradient is dropped, too.
+            # Cleared. The unreduced gradient is dropped, too.
             self.shard.grad = None
         elif is_dtensor(grad_of_user):
+            # Replaced by another gradient of the shard.
             self.shard.grad = grad_of_user
             self.gathered.grad = self.unreduced_grad
         else:
-            # A gradient of the user's for the full parameter, which the next backward pass reduces.
+            # Replaced by a gradient of the full parameter, which the next backward pass reduces.
             self.shard.grad = None
             self.gathered.grad = grad_of_user.to(self.gathered.dtype)
 
@@ -131,22 +138,27 @@ class LentGradients:
         """List the slots. Called while no slot holds a gathered parameter."""
         self._slots = list(parameter_slots(root))
         self._parameters = [slot.parameter for slot in self._slots]
-        # Whether a gradient is not None, in C.
+        # Returns whether a gradient is not None. Runs in C, since lend() calls it in every step.
         self._is_gradient: Callable[[object], bool] = partial(is_not, None)
+        # The gradients that are lent now.
         self._lent: list[_LentGradient | _LentGradientOfReplica] = []
-        # The hooks of the parameters. They are in the dicts of the parameters only while gradients
-        # are lent, so that they cost a backward pass one call at most.
+        # The hooks of the parameters, which call take_back() when a backward pass begins. They are
+        # in the hook dicts of the parameters only while gradients are lent: lend() puts them in and
+        # take_back() takes them out, so that they cost a backward pass one call at most.
         self._hooks: list[HookEntry] = []
-        for parameter in dict.fromkeys(self._parameters):
+        for parameter in dict.fromkeys(self._parameters):  # a shared parameter once
             if parameter.requires_grad:
                 entry = hook_entry(parameter.register_hook(self.take_back))
                 del entry.hooks[entry.key]
                 self._hooks.append(entry)
 
     def lend(self, output: Any) -> None:
-        """Lend the gradients of all shards whose parameters are gathered. Called after each pass.
+        """Lend the gradients of all shards whose parameters are gathered.
 
-        Gradients that are lent already are taken back first.
+        Called after each forward pass. A gathered parameter then has the ``grad`` of its shard, so
+        that the user can clear it there. The backward pass must not find it, so hooks take the
+        gradients back when the backward pass begins. Gradients that are lent already are taken back
+        first.
 
         Args:
             output: what the forward pass returned.
@@ -162,6 +174,8 @@ class LentGradients:
         self._lend_to_stand_ins()
         if not self._lent:
             return
+        # The first hook to run takes all gradients back. A loss need not depend on the output, and
+        # then only the hooks of the parameters run.
         for entry in self._hooks:
             entry.hooks[entry.key] = entry.hook
         tensors = [output]

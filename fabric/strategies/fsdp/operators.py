@@ -338,6 +338,8 @@ def _reduce_losses_backward(
 ) -> Any:
     """Return the gradient of losses of DTensors. The arguments are those of _reduce_losses()."""
     if _takes_mean(position, args):
+        # torch would divide by the number of elements of the shard. So the mean is taken here, and
+        # torch computes without a reduction, from a gradient for each element.
         grad, dtensor, *other_args = args
         grad_of_losses = (grad / dtensor.numel()).expand(dtensor.shape)
         args = _without_reduction(position, (grad_of_losses, dtensor, *other_args))
@@ -391,7 +393,11 @@ def _with_reduced_norms(dtensor: Any) -> Any:
 
 
 def _any(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Return whether any element is not zero, as values of which the maximum is the result."""
+    """Return whether any element of a DTensor is not zero.
+
+    Each rank has the result for its own shard. torch would add up the results of the ranks, and so
+    count a true element once for each rank. Here the result is their maximum.
+    """
     from torch.distributed.tensor import DTensor, Partial  # takes a second to import
 
     result = call_without_function(operator, args, kwargs)

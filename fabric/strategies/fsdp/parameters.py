@@ -150,14 +150,18 @@ class ShardedParameters:
         )
 
     def _substituted_slots(self) -> list[ParameterSlot]:
-        """Return the slots that hold neither a sharded parameter nor its gathered parameter."""
+        """Return the slots that hold neither a sharded parameter nor its gathered parameter.
+
+        A *slot* is a name under which a module holds a parameter.
+        """
         substituted: list[ParameterSlot] = []
         for slot in self._slots:
             registered = slot.parameters_of_module.get(slot.name)
             if registered is slot.parameter:
                 continue
+            # FSDP2's own object of the sharded parameter, which knows the gathered parameter.
             record = self._records.get(id(slot.parameter))
-            # A parameter without a record is replicated. Other tensors may stand in for it.
+            # A parameter without a record is replicated. A plain tensor may stand in for it.
             if record is not None and not is_parameter_of_record(registered, record):
                 substituted.append(slot)
         return substituted

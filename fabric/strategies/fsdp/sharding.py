@@ -580,8 +580,10 @@ def prepare_unsharded_module(
         is_root: whether the module is the whole model.
         mesh: the mesh over which the model would be sharded. It has one rank.
     """
+    # The parameters of the inner modules are among those of the root, and so the values are
+    # received once, in the call for the root.
     plain_parameters: dict[str, nn.Parameter] = {}
-    if is_root:  # which includes the parameters of the inner modules
+    if is_root:
         for name, parameter in module.named_parameters():
             if not is_dtensor(parameter):
                 plain_parameters[name] = parameter
@@ -591,9 +593,10 @@ def prepare_unsharded_module(
         if is_mapped(parameter):
             # No shard replaces this parameter, so it is moved from the file into memory.
             parameter.data = parameter.detach().clone()
-        # True if this function was called for an inner module with the parameter before.
+        # True if an earlier call, for an inner module, has done this for the parameter.
         was_replaced = shard_of(original) is parameter
         if parameter is not original and not was_replaced:
+            # Frees the original, and gives its attributes and hooks to the parameter.
             _replace_original(original, parameter)
     has_fsdp_modules = any(map(is_fsdp_module, module.modules()))
     if is_root and has_fsdp_modules and not is_fsdp_module(module):
@@ -705,6 +708,7 @@ def receive_values(
             if value.device.type == "cpu" and is_buffer:
                 # No shard replaces a buffer, so it is moved from the file into memory.
                 value = deepcopy(tensor.detach(), copies).copy_(value)
+            # The values were read above, which has brought the pages of the file into memory.
             release_pages(tensor.untyped_storage())
         if not tensor.is_meta:
             tensor.data = value

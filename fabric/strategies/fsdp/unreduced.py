@@ -61,13 +61,14 @@ class UnreducedGradients:
         """List the sharded parameters. Called after the model has been sharded."""
         self._root = root
         self._lent_gradients = lent_gradients
+        # FSDP2's own objects of the sharded parameters. They keep the unreduced gradients.
         self._records = fsdp_parameter_records(root)
         self._synchronizes = synchronizes
         # The records that had an unreduced gradient at the end of the last backward pass, by their
-        # sharded parameters. These have a placeholder in ``grad``, unless the user has cleared it
-        # since.
+        # sharded parameters. A placeholder in the ``grad`` of these parameters stands for the
+        # unreduced gradient, unless the user has cleared the placeholder since.
         self._records_with_placeholder: dict[Tensor, Any] = {}
-        # The gradient_versions() of the placeholders then.
+        # The gradient_versions() of the placeholders at the end of that pass.
         self._placeholder_versions: dict[Tensor, object] = {}
         # The hooks of watch() on the sharded parameters. Empty if the model is not watched.
         self._gradient_hooks: list[RemovableHandle] = []
@@ -111,8 +112,9 @@ class UnreducedGradients:
     def add_placeholders(self) -> None:
         """Put a placeholder into ``parameter.grad`` for each unreduced gradient.
 
-        A gradient that is in ``parameter.grad`` already serves as the placeholder. Its zeros are
-        marked as computed, so that they do not look cleared.
+        If the user clears the placeholder, by setting it to None or to zero, :meth:`_drop_cleared`
+        drops the unreduced gradient. A gradient that is in ``parameter.grad`` already serves as the
+        placeholder. Its zeros are marked as computed, so that they do not look cleared.
         """
         self._records_with_placeholder.clear()
         for record in self._records:
@@ -121,7 +123,7 @@ class UnreducedGradients:
             parameter = record.sharded_param
             self._records_with_placeholder[parameter] = record
             if parameter.grad is None:
-                # -0.0, since clearing writes +0.0.
+                # -0.0 differs from the +0.0 that clearing writes, and adding it changes no number.
                 parameter.grad = torch.full_like(parameter, -0.0)
             else:
                 mark_as_computed(local_tensor(parameter.grad))
@@ -159,8 +161,9 @@ class UnreducedGradients:
     def _drop_cleared(self) -> None:
         """Drop the unreduced gradients of parameters whose placeholders the user has cleared.
 
-        The user clears a placeholder by setting it to None or to zero. This method waits for the
-        device once, if there are placeholders.
+        A placeholder is a gradient in ``parameter.grad`` that stands for an unreduced one. The user
+        clears it by setting it to None or to zero. This method waits for the device once, if there
+        are placeholders.
         """
         self._lent_gradients.take_back()
         cleared: set[Tensor] = set()
@@ -181,7 +184,7 @@ class UnreducedGradients:
         for parameter, is_zero in zip(parameters, are_zero, strict=True):
             if is_zero:
                 cleared.add(parameter)
-        # Shards without elements.
+        # Shards without elements have no zeros to look at. Their in-place versions are compared.
         cleared.update(cleared_empty_gradients(self._placeholder_versions, cleared))
         for parameter in cleared:
             drop_unreduced_gradient(self._records_with_placeholder[parameter])

@@ -165,7 +165,7 @@ def owners_by_name(
         else:
             parent_path = path.rpartition(".")[0]
             owner_at[path] = owner_at[parent_path]
-        for name, parameter in module.named_parameters(path, recurse=False):
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
             owners.setdefault(parameter, {})[name] = owner_at[path]
     return owners
 
