@@ -26,6 +26,7 @@ from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter,
 from fabric.world import World
 from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
+from fabric_compat.plugins import AsEnvironment
 from fabric_compat.registry import Registry
 
 __all__ = [
@@ -113,6 +114,17 @@ class _LightningStrategy(Strategy):
             if runtime.world.world_size == 1:
                 return runtime
         return super().runtime
+
+    def _environments(self) -> Sequence[Any] | None:
+        """Return the environment that says which rank this is, in the form that fabric reads."""
+        cluster = self.cluster_environment
+        if not isinstance(cluster, ClusterEnvironment):
+            return super()._environments()
+        if self.parallel_devices is not None:
+            num_processes = len(self.parallel_devices)
+        else:
+            num_processes = cluster.world_size() // self.num_nodes
+        return [AsEnvironment(cluster, num_processes, self.num_nodes)]
 
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         """Start the runtime, and tell the environment the rank of this process."""

@@ -11,7 +11,12 @@ from torch.distributed.fsdp import ShardingStrategy
 from fabric.errors import ConfigurationError, UsageError
 from fabric_compat import Fabric
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
-from fabric_compat.plugins import FSDPPrecision, LightningEnvironment, precision_object
+from fabric_compat.plugins import (
+    FSDPPrecision,
+    LightningEnvironment,
+    TorchElasticEnvironment,
+    precision_object,
+)
 from fabric_compat.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
@@ -33,6 +38,27 @@ def test_a_strategy_that_is_not_started_is_the_only_rank() -> None:
     tensor = torch.ones(2)
     assert strategy.all_gather(tensor) is tensor
     assert strategy.all_reduce(tensor, reduce_op="sum") is tensor
+
+
+def test_a_strategy_reads_its_rank_from_an_environment_of_lightning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"cluster_environment": LightningEnvironment()}
+    strategy = DDPStrategy(parallel_devices=[torch.device("cpu")], **options)
+    strategy.setup_environment()
+    assert (strategy.global_rank, strategy.world_size) == (0, 1)
+    strategy.teardown()
+    # Before the launch, collectives return what they are given.
+    with Fabric(accelerator="cpu", devices=2, strategy="ddp") as fabric:
+        assert fabric.strategy.broadcast(3) == 3
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), num_nodes=2)
+    with pytest.raises(UsageError, match="has not been started"):
+        _ = strategy.runtime
+    world = strategy._standalone_runtime().world
+    assert (world.rank, world.node_rank, world.world_size, world.local_world_size) == (3, 1, 4, 2)
 
 
 @pytest.mark.parametrize("name", ["16-true", "bf16-true", "64-true"])
