@@ -79,13 +79,15 @@ class ClosureLosses:
     def _reduced_loss(self, closure: _Closure) -> Any:
         """Call a closure, and return the mean or the sum of its losses over ranks. Collective.
 
-        LBFGS needs the loss to which the gradients belong, and these are averaged or summed.
+        LBFGS needs the loss to which the gradients belong, and the gradients are averaged over the
+        ranks, or summed by ``backward(loss, reduce="sum")``.
 
         Raises:
             UsageError: some backward passes of the closure have averaged gradients, and some have
                 summed them up.
         """
         passes_before = self.passes
+        # The session counts the passes with reduce="sum".
         summed_passes_before = self.summed_passes
         self.backward.after.append(self._count_pass)
         try:

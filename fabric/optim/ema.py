@@ -78,7 +78,8 @@ class ExponentialMovingAverage(nn.Module):
         if not callable(decay):
             _check_decay(decay)
         self._decay = decay
-        self._updates = 0
+        self._updates = 0  # the number of calls of update()
+        # Whether applied() has put the averages into the model.
         self._is_applied = False
         self._contract: GradientContract = contract
         self._averages_buffers = buffers

@@ -37,8 +37,8 @@ class GradientWatch:
         # The parameters that have got a gradient since the last backward pass of Fabric. It has a
         # limit, since a loop that never calls Fabric.backward would fill a list without end.
         self._reached: deque[Tensor] = deque(maxlen=_MAX_REACHED)
-        # By contract, how many passes with unreduced gradients there had been at the last backward
-        # pass of Fabric.
+        # For each contract, the value of unreduced_passes() at the end of the last backward pass of
+        # Fabric. A larger value later shows a pass without Fabric.
         self._unreduced_passes: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
         self._hooks = cleanup.enter_context(ExitStack())
         cleanup.callback(self._reached.clear)
@@ -81,6 +81,8 @@ class GradientWatch:
         ``Fabric`` does not know the weight of the loss of such a pass.
         """
         reached_ids = set(map(id, self._reached))
+        # Under FSDP, a pass that leaves gradients unreduced calls no hooks. The strategy counts
+        # these passes.
         for contract in self._contracts:
             if contract.unreduced_passes() > self._unreduced_passes.get(contract, 0):
                 reached_ids.update(map(id, contract.unreduced()))

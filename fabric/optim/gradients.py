@@ -149,30 +149,37 @@ def cleared_empty_gradients(
 ) -> list[Tensor]:
     """Return the parameters whose gradients have no elements on this rank and count as cleared.
 
-    Does not wait for the device.
+    Such a gradient, an empty shard, has no values that show whether the user has cleared it. The
+    user most likely clears all gradients in one way. So an empty gradient counts as cleared if the
+    gradients with elements that look like it are all cleared: either all whose in-place versions
+    have changed since the backward pass, or all whose versions have not. Does not wait for the
+    device.
 
     Args:
         versions: the result of :func:`gradient_versions` after the backward pass.
         cleared: of these parameters, those with elements whose gradients the user has cleared.
     """
-    # For each gradient with elements, whether it was cleared.
-    changed: list[bool] = []
-    unchanged: list[bool] = []
+    # Whether each gradient with elements was cleared: first of the gradients whose version has
+    # changed, then of the others.
+    are_changed_cleared: list[bool] = []
+    are_unchanged_cleared: list[bool] = []
     empty: list[Tensor] = []
     for parameter, version in versions.items():
         if local_tensor(parameter).numel() == 0:
             empty.append(parameter)
         elif _has_changed(parameter, version):
-            changed.append(parameter in cleared)
+            are_changed_cleared.append(parameter in cleared)
         else:
-            unchanged.append(parameter in cleared)
+            are_unchanged_cleared.append(parameter in cleared)
     cleared_empty: list[Tensor] = []
     for parameter in empty:
         if _has_changed(parameter, versions[parameter]):
-            was_cleared = parameter.grad is None or all(changed)
+            # A changed gradient counts as cleared even if no other gradient has changed.
+            was_cleared = parameter.grad is None or all(are_changed_cleared)
         else:
-            # At least one gradient was cleared in a way that leaves the version as it was.
-            was_cleared = bool(unchanged) and all(unchanged)
+            # Clearing through grad.data, for example, leaves the version as it was. This is assumed
+            # only if it was done to at least one other gradient.
+            was_cleared = bool(are_unchanged_cleared) and all(are_unchanged_cleared)
         if was_cleared:
             cleared_empty.append(parameter)
     return cleared_empty

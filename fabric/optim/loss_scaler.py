@@ -18,7 +18,7 @@ from fabric.tree import parameters_of
 
 __all__ = ["LossScaler", "has_closure"]
 
-# Powers of two, see the note above.
+# Powers of two, so that scaling is exact. See [Note: Loss scale].
 _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
 
@@ -81,6 +81,7 @@ class LossScaler:
     ) -> None:
         """Start with the initial scale. :meth:`register` adds optimizers."""
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
+        # The number of updates without an overflow since the scale last changed.
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         # 1 if any gradients overflowed since the last update of the scale, else 0. None if no
         # gradients were unscaled since then.
@@ -120,16 +121,16 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the scale. Called at the start of each backward pass.
 
-        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
-        hold different gradients.
+        Only this method and :meth:`load_state_dict` change the scale. A float16 loss is returned as
+        float32, so that it does not overflow. Collective if ranks hold different gradients.
         """
+        # What unscale() has found since the scale was last updated. None if it was not called.
         found_inf = self._found_inf_since_update
-        has_unscaled = found_inf is not None
         # The scale must not change while an optimizer holds gradients that are scaled by it.
-        if has_unscaled and not self._any_optimizer_holds_scaled_gradients():
+        if found_inf is not None and not self._any_optimizer_holds_scaled_gradients():
             self._update_scale(found_inf)
             self._found_inf_since_update = None
-        unscaled = []
+        unscaled: list[Optimizer] = []
         for optimizer, state in self._states.items():
             if not state.is_scaled:
                 unscaled.append(optimizer)
@@ -339,8 +340,8 @@ class LossScaler:
         ``zero_grad(set_to_none=False)`` has cleared are still there, and have to be read to see
         that they are zero.
         """
-        # All ranks have the same optimizers in this list. So they agree below on whether to
-        # exchange a message.
+        # The last return exchanges a message. All ranks come to it or none does, because they have
+        # the same optimizers in this list.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds_scaled = any(map(has_gradients, scaled))
         if not scaled or self._max_over_ranks is None:

@@ -165,8 +165,10 @@ class LossWeights:
         self._rank = runtime.communicator.rank
         self._optimizers = optimizers
         self._contracts = contracts
+        # The optimizers that have had gradients of weighted losses.
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
-        # divide_loss() sets it before a backward pass, and after_backward() resets it.
+        # What after_backward() needs to know of the running pass. divide_loss() sets this before
+        # the pass, and after_backward() resets it.
         self._running_pass = _BackwardPass()
         # Hooks for all optimizers run before the hooks of one optimizer. So the users' hooks see
         # divided gradients.
@@ -233,7 +235,9 @@ class LossWeights:
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the end of a backward pass. Called after every backward pass of ``Fabric``.
 
-        After an error, the optimizers keep the windows that they had before the pass.
+        The optimizers that a weighted loss is for get the *window* with this loss, which is the
+        record of their weighted backward passes since their last step. :meth:`divide_loss` has made
+        it. After an error, the optimizers keep the windows that they had before the pass.
 
         Args:
             loss: the loss. It is not used, but all hooks after a backward pass get it.
@@ -245,12 +249,13 @@ class LossWeights:
         """
         finished_pass = self._running_pass
         self._running_pass = _BackwardPass()
-        # After an error, too: the pass may have accumulated gradients before the error.
+        # Called after an error, too: the pass may have accumulated gradients before the error.
         reached_ids = self._gradient_watch.end_pass()
         if error is not None:
             return
-        # The loss is not for these optimizers, but may have reached their parameters. Under FSDP,
-        # some passes call no hooks of parameters, so fingerprints are compared, too.
+        # The loss is not for these optimizers, but may have reached their parameters. The ids come
+        # from hooks of the parameters. Under FSDP, some passes call no hooks, so fingerprints are
+        # compared, too, which change when a gradient is replaced or changed in place.
         for optimizer, fingerprint_before in finished_pass.fingerprints.items():
             has_reached = not reached_ids.isdisjoint(map(id, parameters_of(optimizer)))
             if has_reached or gradient_fingerprint(optimizer) != fingerprint_before:
@@ -264,8 +269,9 @@ class LossWeights:
     def divide_gradients(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the loss weights of its window, once per step.
 
-        Called before the step and before gradients are clipped. Collective if the optimizer has a
-        window. Without a window, or the second time, it does nothing.
+        A *window* is the weighted backward passes since the optimizer's last step. Called before
+        the step and before gradients are clipped. Collective if the optimizer has a window. Without
+        a window, or the second time, it does nothing.
 
         Raises:
             UsageError: the optimizer has gradients of losses that are for other optimizers.
@@ -286,6 +292,7 @@ class LossWeights:
         # Optimizers that share a window exchange one message, at the first step of any of them.
         if window.factors is None:
             window.factors = self.weight_sums.factors_for(window.weight, window.divisor)
+        # The losses of the optimizer's next window are divided by this number.
         state.divisor = window.factors.next_divisor
         for grads in local_gradients(optimizer):  # each list has one device and one dtype
             _multiply(grads, window.factors.factor)
@@ -337,12 +344,15 @@ class LossWeights:
     def _drop_cleared_windows(self) -> None:
         """End the windows of optimizers whose gradients the user has cleared.
 
-        Called before each backward pass. Cleared gradients are None or zero. To read whether
-        gradients are zero waits for a CUDA device. So on CUDA, gradients are read only if the
-        *fingerprint* has changed: the identity of the first gradient, and the number of in-place
-        changes to it. The fingerprint misses a user who sets gradients to zero through
-        ``grad.data``. For this case the device itself computes whether all gradients are zero, and
-        then sets the weight of the window to 0. Nothing waits for the device.
+        A *window* is the weighted backward passes of an optimizer since its last step, whose
+        gradients will be divided together. Called before each backward pass.
+
+        Cleared gradients are None or zero. To read whether gradients are zero waits for a CUDA
+        device. So on CUDA, gradients are read only if the *fingerprint* has changed: the identity
+        of the first gradient, and the number of in-place changes to it. The fingerprint misses a
+        user who sets gradients to zero through ``grad.data``. For this case the device itself
+        computes whether all gradients are zero, and then sets the weight of the window to 0.
+        Nothing waits for the device.
         """
         for contract in self._contracts:
             contract.take_back_gradients()
@@ -356,7 +366,8 @@ class LossWeights:
             fingerprint = gradient_fingerprint(optimizer)
             has_changed = fingerprint != state.fingerprint
             if state.gradient_versions:
-                # The first gradient may have no elements, and all others may have been cleared.
+                # Some gradients have no elements on this rank. The first one, from which the
+                # fingerprint is, may be one of them.
                 versions = gradient_versions(parameters_of(optimizer))
                 has_changed = has_changed or versions != state.gradient_versions
             state.fingerprint = fingerprint
@@ -364,7 +375,8 @@ class LossWeights:
             if should_read_gradients:
                 if _has_cleared_gradients(optimizer, state, has_changed):
                     _drop_window(state)
-            # A mark in place of a window has no weight that the device could set to 0.
+            # On CUDA, and unchanged as far as the CPU can see. A mark in place of a window has no
+            # weight that the device could set to 0.
             elif isinstance(window, _Window):
                 for grads in local_gradients(optimizer):
                     unread_flags[window].extend(map(is_cleared, grads))
@@ -402,6 +414,9 @@ class LossWeights:
     def _common_window(self, optimizers: Sequence[Optimizer]) -> _Window | None:
         """Return the window of the optimizers of a loss, or None if they have none.
 
+        A *window* is the weighted backward passes of optimizers since their last step. A mark in
+        place of a window says that no loss can be added.
+
         Raises:
             UsageError: they have different windows, or gradients of losses that cannot share a step
                 with another loss.
@@ -437,8 +452,9 @@ class LossWeights:
     ) -> _Window:
         """Return a new window that includes another loss. The given window is not changed.
 
-        If the backward pass fails, the optimizers keep the given window. Collective only if none of
-        the optimizers has made a step after weighted losses.
+        A *window* is the weighted backward passes of optimizers since their last step. All of its
+        losses are divided by one divisor. If the backward pass fails, the optimizers keep the given
+        window. Collective only if none of the optimizers has made a step after weighted losses.
 
         Args:
             window: the window of the optimizers. None if they have none.
@@ -459,13 +475,15 @@ class LossWeights:
             if state is not None and state.divisor is not None:
                 # The step before has computed this divisor, from its own loss weights.
                 return _Window(divisor=state.divisor, weight=weight)
+        # The first window of these optimizers. The divisor is computed by a collective.
         return _Window(divisor=self.weight_sums.divisor_for(weight), weight=weight)
 
     def _check_new_window(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise a UsageError if the optimizers cannot begin a window.
 
-        At the step, all gradients of a window are multiplied once by the same factor. So the
-        optimizers may not have
+        A *window* is the weighted backward passes of optimizers until their next step. At the step,
+        all gradients of a window are multiplied once by the same factor. So the optimizers may not
+        have
 
         - gradients of other losses,
         - a parameter in common, whose gradient would be multiplied twice,
@@ -502,10 +520,12 @@ class LossWeights:
 
         Args:
             optimizer: the optimizer.
-            window: the window that includes the loss. None if the loss has no weight.
+            window: the window that includes the loss, which is the weighted backward passes of the
+                optimizers that the loss is for. None if the loss has no weight.
 
         Raises:
-            UsageError: the optimizer has a window of its own, to whose gradients these were added.
+            UsageError: the optimizer has gradients of its own weighted losses, to which these
+                gradients were added.
         """
         state = self._states.get(optimizer)
         if state is not None and state.window not in (None, _Mark.FOREIGN):
@@ -565,6 +585,8 @@ class LossWeights:
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         """End the optimizer's window. A step post-hook of all optimizers of the process.
 
+        The next weighted backward pass begins a new window.
+
         Raises:
             UsageError: the step's closure has called ``backward`` with a weight.
         """
@@ -573,7 +595,7 @@ class LossWeights:
             return
         window = state.window
         state.window = None
-        # _before_step has replaced any earlier window by a mark.
+        # _before_step has divided the gradients of an earlier window, and put a mark in its place.
         was_begun_within_step = window is not None and window is not _Mark.DIVIDED
         if was_begun_within_step:
             self._refuse_step(
@@ -605,14 +627,17 @@ def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_cha
 
     Args:
         optimizer: the optimizer.
-        state: its state.
-        has_changed: whether its fingerprint has changed.
+        state: its state after the last backward pass.
+        has_changed: whether the identity or the version of a gradient has changed since then.
     """
+    # True if a gradient has a value that clearing would not leave.
     if has_gradients(optimizer):
         return False
     if not state.gradient_versions:
-        # Gradients with elements show that they were cleared.
+        # All gradients had elements, so they are cleared if there are any. If there are none, the
+        # user has set them to None, unless the pass left none.
         return bool(local_gradients(optimizer)) or (state.had_weighted_gradients and has_changed)
+    # Some gradients have no elements on this rank. All gradients with elements are cleared.
     cleared: set[Tensor] = set()
     empty: set[Tensor] = set()
     for parameter in state.gradient_versions:

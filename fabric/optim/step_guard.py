@@ -89,9 +89,11 @@ class _LossSpikes:
         return self._max_deviations is not None
 
     def reason_to_refuse(self, loss: float) -> str | None:
-        """Return why a loss is too large. If not, count it in the running mean, and return None.
+        """Return why a loss is too large. If it is not, count it in the running mean.
 
-        Call this method only if ``is_enabled`` is true, and once for each step.
+        Returns None if the loss is not too large. A loss that is too large leaves the mean and the
+        variance as they are. Call this method only if ``is_enabled`` is true, and once for each
+        step.
 
         Args:
             loss: the mean loss of all ranks, which is finite.
@@ -108,6 +110,7 @@ class _LossSpikes:
         # At first the mean of all losses, and then an exponential mean of about the last hundred.
         weight = max(1 / self.num_losses, 1 - _DECAY)
         self.mean += weight * distance
+        # The incremental form of the weighted variance, with the distance from the old mean.
         self.variance = (1 - weight) * (self.variance + weight * distance**2)
         return None
 
@@ -132,7 +135,7 @@ class _SamplesOfStep:
         if loop is None:
             return None, None
         first_batch = 0
-        # Each loop has a position object of its own, so this loop is the one of the last step.
+        # The last step ended in this loop: each loop has a position object of its own.
         if loop.position is self._position_of_last_step:
             first_batch = self._num_batches_at_last_step
         batches = range(first_batch, loop.position.received_batches)
@@ -287,6 +290,7 @@ class StepGuard:
         """
         is_norm_same_on_ranks = all(map(_has_same_norm_on_ranks, models))
         compares_losses = self._spikes.is_enabled
+        # Every rank has to take this branch, or none, since the code below is collective.
         if norm is not None and is_norm_same_on_ranks and not compares_losses and norm.isfinite():
             # All ranks have the same finite norm, so all of them accept the step without a message.
             # A finite norm shows that the gradients are good, even if the loss is not finite.
@@ -301,9 +305,8 @@ class StepGuard:
             [loss_here, float(has_bad_loss), float(has_bad_gradients)],
             device=self._communicator.device,
         )
-        total, num_bad_losses, num_bad_gradients = self._communicator.all_reduce(
-            values, Reduce.SUM
-        ).tolist()
+        sums = self._communicator.all_reduce(values, Reduce.SUM)
+        total, num_bad_losses, num_bad_gradients = sums.tolist()
         if self._refuses_nonfinite and num_bad_losses > 0:
             return "the loss is not finite"
         # The loss scaler skips the step after an overflow of scaled gradients.
@@ -319,7 +322,7 @@ class StepGuard:
         for model in models:
             model.zero_grad()
         if self._scaler is not None:
-            # The gradients overflowed because of this loss, which a smaller scale would not mend.
+            # If the gradients overflowed, the cause is this loss. A smaller scale would not help.
             self._scaler.forget_overflow()
         epoch, samples = self._samples_of_step.epoch_and_samples()
         report = _RankReport(
