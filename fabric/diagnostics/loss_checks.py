@@ -50,9 +50,9 @@ class LossChecks:
 
         Args:
             loss: the loss.
-            weight: the weight that the user has given, which may not be a number. None if there is
-                none.
-            reduce: how the gradients of the ranks are reduced.
+            weight: the number of terms of the loss, as the user has given it. It may not be a
+                number. None if the user has given none.
+            reduce: how the gradients of the ranks are reduced, such as ``"mean"``.
 
         Raises:
             UsageError: the loss is a mean, and the weight is greater than one.
@@ -60,12 +60,12 @@ class LossChecks:
         self._num_losses += 1
         if self._num_losses >= _CHECKED_LOSSES:
             self._checks.remove(self.check)
-        number = _number(weight)
-        reduction = loss_reduction(loss, number)
-        if reduction is None:
+        num_terms = _number(weight)
+        reduction = loss_reduction(loss, num_terms)
+        if reduction is None:  # it is not known whether the loss is a mean or a sum
             return
-        if number is not None and number > 1 and reduction.is_plain_mean:
-            self._refuse_weight_of_mean(number)
+        if num_terms is not None and num_terms > 1 and reduction.is_plain_mean:
+            self._refuse_weight_of_mean(num_terms)
         is_averaged = weight is None and reduce == "mean" and self._num_replicas > 1
         is_averaged_sum = is_averaged and reduction.is_plain_sum
         if is_averaged_sum and self._rank == 0 and not self._has_warned:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import starmap
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +37,7 @@ _ELEMENTWISE = {
     *("SplitWithSizes", "T", "Transpose", "Unbind"),
 }
 # Operations on single samples, below which the graph is not read.
-_OF_SAMPLES = {
+_SAMPLE_OPERATIONS = {
     *("Convolution", "CtcLoss", "Embedding", "Gather", "LogSoftmax", "Softmax"),
     *("NativeBatchNorm", "NativeDropout", "NativeGroupNorm", "NativeLayerNorm"),
     # The outputs of a module under DDP.
@@ -48,7 +47,7 @@ _OF_SAMPLES = {
 _NORMS = {"Logsumexp", "Norm", "LinalgVectorNorm"}
 _MATRIX_PRODUCTS = {"Addmm", "Mm", "Linear"}
 # Operations on a matrix of parameters before its product with samples.
-_OF_MATRICES = {"T", "ToCopy", "Transpose", "Permute"}
+_MATRIX_CONVERSIONS = {"T", "ToCopy", "Transpose", "Permute"}
 _MAX_NODES = 300  # a larger part of a graph is not read, since that takes long
 # Smaller factors may be one over a number of terms, and so make a mean of a sum. The first number
 # is for one factor of all elements, the second one for the largest of several factors.
@@ -178,26 +177,33 @@ class _LossGraph:
         factor = reduction.factor * factors.item()
         if reduction.is_mean:
             return replace(reduction, factor=factor)
-        # A sum that is divided by the number of its terms is a mean.
+        # A sum that is divided by the number of its terms is a mean. The graph may say this number,
+        # and the user may have given it as the weight. The constant may be rounded.
         for num_terms in (reduction.num_terms, self._weight):
             if num_terms and math.isclose(factor * num_terms, 1, rel_tol=1e-3):
                 return LossReduction(is_mean=True, num_terms=reduction.num_terms)
         if factor < _MIN_FACTOR_OF_SUM:
-            # The sum is divided by an unknown number, such as one of features or micro-batches. A
-            # factor of 0 stays 0 above this node, so that the loss is not taken for a plain sum.
+            # The sum is divided by a number of unknown meaning, such as the number of features or
+            # micro-batches. A factor of 0 stays 0 if the result is multiplied again, so that the
+            # loss is not taken for a plain sum.
             factor = 0.0
         return replace(reduction, factor=factor)
 
     def _reduction_of_elements(self, node: Node) -> LossReduction | None:
-        """Return the reduction of a number that is the mean or the sum of a tensor."""
+        """Return the reduction of a number that is the mean or the sum of a tensor.
+
+        Return None if it is not certain, since the elements of the tensor may be sums or means.
+        """
         inputs = _inputs(node)
         is_mean = _operation(node) == "Mean"
         shape = saved_option(node, "self_sym_sizes")  # of the tensor that is reduced
         num_terms = math.prod(shape)
         if num_terms == 1:
+            # The mean or sum of a single element is the element.
             return self.reduction_of(inputs[0])
         if _operation(inputs[0]) in _LISTS:
-            # The tensor may be a list of losses, such as those of several tasks.
+            # The tensor may be a list of losses, such as those of several tasks. If their
+            # reductions are not known, it is read like any other tensor.
             reduction = self._common_reduction(_inputs(inputs[0]))
             if reduction is not None and is_mean:
                 return replace(reduction, factor=reduction.factor / num_terms)
@@ -205,7 +211,8 @@ class _LossGraph:
                 return reduction
         elements = _read_elements(inputs)
         if is_mean:
-            # A weight that is the number of elements confirms that they are the terms.
+            # The user's weight is the number of terms. If it is the number of elements, they are
+            # the terms.
             is_certain = elements.are_averaged or num_terms == self._weight
         else:
             is_certain = elements.are_summed_up
@@ -278,7 +285,7 @@ def _role(node: Node) -> _Role:
     role = _Role.UNKNOWN
     if operation == "AccumulateGrad":
         role = _Role.PARAMETER
-    elif operation in _OF_SAMPLES or _is_layer(node):
+    elif operation in _SAMPLE_OPERATIONS or _is_layer(node):
         role = _Role.SAMPLES
     elif operation in ("Mul", "Div") and len(_inputs(node)) == 1:
         # The other operand has no gradient, and so is a constant.
@@ -297,9 +304,11 @@ def _role(node: Node) -> _Role:
 
 
 def _read_elements(nodes: Iterable[Node]) -> _Elements:
-    """Return what is known about the elements that some operations compute.
+    """Return what is known about the elements of the tensors that some operations compute.
 
-    The graph is read from these operations downwards, up to operations with one of ``_LAST_ROLES``.
+    The graph is read from these operations to the operations that compute their inputs, and so on.
+    It is not read below parameters, layers, loss functions and unknown operations, which are those
+    with one of ``_LAST_ROLES``.
     """
     roles: dict[Node, _Role] = {}
     is_known = True
@@ -319,8 +328,8 @@ def _read_elements(nodes: Iterable[Node]) -> _Elements:
     return _Elements(
         has_samples=not distinct_roles.isdisjoint({_Role.SAMPLES, _Role.LOSS_FUNCTION}),
         is_known=is_known and distinct_roles.isdisjoint({_Role.UNKNOWN, _Role.NORM_OF_BATCH}),
-        is_normalized=any(starmap(_may_normalize, roles.items())),
-        has_sum=any(starmap(_may_sum, roles.items())),
+        is_normalized=any(_may_normalize(node, role) for node, role in roles.items()),
+        has_sum=any(_may_sum(node, role) for node, role in roles.items()),
     )
 
 
@@ -367,10 +376,12 @@ def _is_layer(node: Node) -> bool:
     """Return whether an operation is a linear layer: a product with a matrix of parameters."""
     if _operation(node) not in _MATRIX_PRODUCTS:
         return False
-    # The matrix is the last operand. It may be transposed or cast before the product.
+    # The node that computes the matrix, which is the last operand. None for a constant.
     matrix = node.next_functions[-1][0]
-    while matrix is not None and _operation(matrix) in _OF_MATRICES:
+    # The matrix may be transposed or cast before the product. Go on to what was converted.
+    while matrix is not None and _operation(matrix) in _MATRIX_CONVERSIONS:
         matrix = matrix.next_functions[0][0]
+    # In the graph, a parameter is a node that accumulates its gradient.
     return matrix is not None and _operation(matrix) == "AccumulateGrad"
 
 
