@@ -164,6 +164,7 @@ class _FingerprintComparison:
             self._synchronized_backwards += 1
         # Ranks may have different parts of a loss that is a DTensor.
         is_dtensor = local_tensor(loss) is not loss
+        # Ranks that hold parts of the same layers run the same batch, so their losses are equal.
         must_be_equal = any(contract.ranks_of_layers for contract in trained_contracts)
         if must_be_equal and not is_dtensor:
             self._loss_digests += digests([loss])
@@ -198,15 +199,16 @@ class _FingerprintComparison:
             trained: the parameters that the optimizer trains on this rank.
 
         Raises:
-            UsageError: the replicas of this rank and of the first rank differ.
+            UsageError: the replicas of this rank differ from those of the rank that finished the
+                step first, or from those of a rank that has found a difference.
         """
         self.steps += 1
         if self._store.size == 1:
             return
         self._fingerprint = self._compute_fingerprint(optimizer, trained)
-        self._loss_digests = []  # they are in the fingerprint
+        self._loss_digests = []  # the fingerprint has these digests, so the next step starts anew
         if not self._fingerprint.names:
-            return
+            return  # this rank has no value that has to be equal on all ranks
         published = _Published(
             self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
         )
@@ -217,9 +219,12 @@ class _FingerprintComparison:
         if is_different:
             # This rank writes before it raises, so that the other ranks raise, too.
             self._store.set(self._key("other"), content)
+        # Before this rank raises or goes on: ranks that hold parts of the same layers need each
+        # other in the next forward pass.
         self._wait_for_ranks_of_layers(optimizer)
         if is_different:
             self._raise_if_different(first)
+        # This rank agrees with the first one. Another rank may have found a difference.
         self.check_latest_step()
 
     def _wait_for_ranks_of_layers(self, optimizer: Optimizer) -> None:
@@ -550,7 +555,7 @@ class TrainingChecks:
         # trains. Then this rank has counted fewer steps than the others.
         self._has_missed_steps = False
         self._num_backward_passes = 0
-        # The number of consecutive steps up to which no parameter has had a gradient.
+        # The number of latest steps in a row before which no parameter had ever got a gradient.
         self._steps_without_gradient = 0
         # The ids of the parameters that have had a gradient so far. _record_gradients() adds them.
         self._ids_that_had_gradient: set[int] = set()
@@ -701,10 +706,13 @@ class TrainingChecks:
         trained_in_module = _ids(contract.parameters().values()) & trained_ids
         without_gradient = trained_in_module - self._ids_that_had_gradient
         have_all_or_none = not without_gradient or without_gradient == trained_in_module
-        if have_all_or_none or contract.expects_unused or self._num_backward_passes == 0:
+        if have_all_or_none or self._num_backward_passes == 0:
+            return
+        # The user has said that some parameters may get no gradient.
+        if contract.expects_unused:
             return
         names = _names_of(contract, without_gradient)
-        # DDP, which needs the forward pass, synchronizes only once all parameters have gradients.
+        # Only DDP needs the forward pass. It synchronizes once all parameters have gradients.
         if contract.needs_forward:
             self._raise_usage_error(
                 problem=f"no gradient has arrived at {names}, and without these the others are not "
@@ -714,6 +722,7 @@ class TrainingChecks:
                 'strategy="ddp_find_unused_parameters_true", or '
                 "parameter.requires_grad_(False) before setup",
             )
+        # The steps that were made. The step that is about to be made is not counted yet.
         is_last_checked_step = self._comparison.steps == _CHECKED_STEPS - 1
         if is_last_checked_step and self._rank == 0:
             warn_user(
@@ -1260,7 +1269,8 @@ def _ids_of_modules(contracts: Iterable[GradientContract]) -> set[int]:
 def _float_options(optimizer: Optimizer) -> list[tuple[str, float]]:
     """Return the options of an optimizer that are floats, such as the learning rate.
 
-    Ranks compare the texts of the options. Equal options that are no floats may have other texts.
+    Ranks compare the options as texts. Other options are left out: two equal options, such as two
+    functions, may have different texts.
     """
     options: list[tuple[str, float]] = []
     for group in optimizer.param_groups:
