@@ -310,12 +310,14 @@ class CollectiveChecker:
                 self._check_cycle(call, records)
             # The members that have not started the call.
             missing = [rank for rank in call.members if records[rank].count(call.group) < number]
-            # The members that make no further calls. One in `calls` has raised in this call.
+            # The members that make no further calls: they end without this call, or have raised in
+            # it. `calls` has the members that are in the call.
             stopped = [rank for rank in (*missing, *calls) if records[rank].end_reason]
             if not missing and not stopped:
                 return
-            # If several members have stopped, the error should name the first. Only a search reads
-            # the records again, with that of a member that this round has read too early.
+            # If several members have stopped, the error should name the first one in this list.
+            # This round may have read its record before it stopped. So the error is raised only
+            # after a search, which has read all records again.
             if stopped and is_search:
                 self._raise_for_ended_member(call, stopped[0], records)
             self._raise_if_process_ended(call, missing, ended_processes, records)
@@ -403,7 +405,8 @@ class CollectiveChecker:
             number: the number of the call in its group.
         """
         with self._lock:
-            # Replace the shortened copy of this call. It is the call of the group in the record.
+            # Replace the shortened copy of this call in the record. A rank is in one call of a
+            # group at a time, so the group tells which call it is.
             full_calls = []
             for open_call in self._record.calls:
                 is_this_call = open_call.group == call.group

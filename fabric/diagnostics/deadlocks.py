@@ -105,7 +105,7 @@ def describe_ranks_by_call(ranks_by_call: Mapping[str, list[int]]) -> list[str]:
     Args:
         ranks_by_call: the ranks in each call, by the text of the call.
     """
-    odd = ranks_of_odd_call(ranks_by_call)
+    odd = ranks_of_odd_call(ranks_by_call)  # empty if no call has fewer ranks than all others
     lines = []
     for call, ranks in sorted(ranks_by_call.items(), key=lambda item: len(item[1])):
         words = ranks_in_words(ranks)
