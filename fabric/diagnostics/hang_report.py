@@ -120,7 +120,7 @@ def _describe_call(wait: Wait) -> list[str]:
 
 
 def _describe_differing(wait: Wait) -> list[str]:
-    """Return lines that name the ranks which make another call instead of a call."""
+    """Return lines that name the ranks which make other calls than the rank that waits."""
     ranks_by_call: dict[str, list[int]] = {}
     for rank in wait.differing_ranks:
         ranks_by_call.setdefault(wait.states[rank].call, []).append(rank)
@@ -219,8 +219,8 @@ def _describe_ranks(
         waiting_rank: the rank that waits.
         missing: the ranks that it waits for. They get a stack with the innermost frame of fabric
             or torch, and the other ranks only the frames of the user's code. If no rank is missing,
-            any rank may get the former.
-        max_stacks: how many ranks get a stack with that frame.
+            the first listed ranks get a stack with the innermost frame.
+        max_stacks: the largest number of ranks that get a stack with the innermost frame.
     """
 
     def priority(rank: int) -> tuple[bool, bool, int]:

@@ -306,12 +306,15 @@ class HangReporter:
         if text is None:
             return
         self._report = text.decode()
-        if CANNOT_GO_ON in self._report:
+        proves_deadlock = CANNOT_GO_ON in self._report
+        if proves_deadlock:
+            # The rank that has composed the report has chosen the rank that ends.
             ending_rank = self.store.get_nowait(f"end/{self._report_number}")
             if ending_rank == str(self.store.rank).encode():
                 self._end_process(self._report)
         if COMPILES in self._report:
-            # The wait counts from now on, so that another report is requested later.
+            # A rank compiles, which ends by itself, so the report was not printed. The wait counts
+            # from now on, so that another report is requested later.
             self._report_number = None
             self._observer.unchanged_since = now
 
@@ -423,7 +426,7 @@ class HangReporter:
             request: the request of the report, as stored: the requesting rank and the id of the
                 user's request, in JSON.
         """
-        number = self._latest_number
+        number = self._latest_number  # of this report
         is_closed = not self._wait_for_states(number)
         if is_closed:
             return
@@ -437,7 +440,8 @@ class HangReporter:
         states = read_states(self.store, number)
         text = compose_report(states, requester, reason)  # empty if the requester does not wait
         is_printed = text != "" and self._is_printed(text)
-        # Without a watchdog, only the timeout of a collective ends the job.
+        # Only a report that is printed may end a rank, since the user has to see why. Then the
+        # report is composed once more, with the proof of the deadlock at its beginning.
         if is_printed:
             deadlocked = self._choose_rank_to_end(states)
             text = compose_report(states, requester, reason, deadlocked)

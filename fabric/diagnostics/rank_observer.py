@@ -46,14 +46,15 @@ class RankObserver:
     def __init__(
         self, recorder: FlightRecorder, *, size: int, idle_threshold: float, is_asynchronous: bool
     ) -> None:
+        """Watch the thread that calls this, which must be the user's thread."""
         self.stacks = Stacks(recorder.thread)
         self.unchanged_since = monotonic()
         self._recorder = recorder
         self._size = size
         self._idle_threshold = idle_threshold
         self._is_asynchronous = is_asynchronous
-        self._idle_timer = _IdleTimer()
-        # The state of the flight recorder at the latest call of update().
+        self._idle_timer = _IdleTimer()  # of this thread
+        # The state of the flight recorder at the latest call of update(), which compares it.
         self._snapshot: object = None
 
     def update(self, now: float) -> bool:
@@ -153,20 +154,21 @@ class RankObserver:
         """Return the ranks without which this rank cannot leave its collective.
 
         Args:
-            open_collectives: the collective that each thread is in, at least one.
+            open_collectives: the collective that each thread is in, by the id of the thread. There
+                is at least one.
 
         Returns:
-            See :meth:`_awaited_ranks`.
+            The ranks. Empty if the rank waits for all ranks. None if it is not known to wait.
         """
         # A rank that is in calls of several threads may go on in any of them.
         is_only_user_thread = list(open_collectives) == [self._recorder.thread]
         if not is_only_user_thread:
             return None
         awaited = open_collectives[self._recorder.thread].awaited_ranks
-        if not awaited:  # unknown, as in a gather
+        if not awaited:  # the collective does not say for which ranks it waits, as in a gather
             return None
         if len(awaited) == self._size:
-            return ()
+            return ()  # stands for all ranks
         return tuple(awaited)
 
     def activity(self) -> str:
