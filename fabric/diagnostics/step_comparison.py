@@ -175,6 +175,7 @@ class StepComparison:
             number = _common_step(step.progress, neighbor_step.progress, self._is_peer(neighbor))
             is_same_loader = neighbor_step.loader == step.loader
             is_same_iteration = is_same_loader and neighbor_step.iteration == step.iteration
+            # The number is None if the neighbor is about to take another step.
             if number is None or is_same_iteration:
                 continue
             if neighbor_step.kind != step.kind:

@@ -258,6 +258,7 @@ class UnevenInputDetector:
         """
         if self.is_paused:
             return
+        # Whether all ranks take the step. Otherwise, only the ranks that gather together take it.
         is_shared = self._is_shared_step(contract)
         if not is_shared:
             self._steps.add_unshared_step()
@@ -265,10 +266,11 @@ class UnevenInputDetector:
         if latest is None:  # no iteration has begun since the latest paused() block
             return
         is_first_step = self._iterations.enter_step()
-        # Until compare() is called below, may_differ is about earlier iterations. If their counts
-        # differed, ranks may be in different iterations now.
+        # Until compare() is called below, may_differ is about the numbers of batches in earlier
+        # iterations. If these differed, ranks may be in different iterations now.
         had_equal_counts = not self._batch_counts.may_differ
-        # A shuffling loader divides a new order over the ranks in each iteration.
+        # A shuffling loader divides a new order over the ranks in each iteration. Ranks in
+        # different iterations would see some samples twice, and some never.
         must_match_iteration = (
             is_first_step and latest.batch_count.order.shuffles and had_equal_counts
         )
