@@ -156,7 +156,8 @@ def _join_to_rows(pieces: list[Tensor]) -> Tensor:
     first = pieces[0]
     row_elements = _ROW_BYTES // first.itemsize
     num_elements = sum(piece.numel() for piece in pieces)
-    # Without any element, this is one row of zeros.
+    # There is at least one row, since the padding has at least one element. If the last row is full
+    # already, the padding is a row of zeros.
     padding = first.new_zeros(row_elements - num_elements % row_elements)
     joined = torch.cat([*pieces, padding]).resolve_conj().resolve_neg()
     return joined.view(torch.int64).view(-1, _ROW_WORDS)
@@ -171,7 +172,7 @@ def _weighted_sums(rows: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
             so that different words have different products. An even weight would lose the top bit.
         scratch: memory for the mixed words, of the shape of ``rows``. It is overwritten.
     """
-    # Mix each word: add its upper half to its lower half. The note at the top says why.
+    # Mix each word: add its upper half to its lower half. See [Note: Digests of replicas].
     mixed = torch.bitwise_right_shift(rows, 32, out=scratch)
     halves = mixed.view(torch.int32)
     halves += rows.view(torch.int32)

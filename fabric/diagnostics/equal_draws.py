@@ -151,12 +151,13 @@ class EqualDrawsCheck:
         """Record the loss, and end the check after enough passes. A function of ``Hooks.after``."""
         self._num_backward_passes += 1
         is_compared = error is None and self.replica in _COMPARED_REPLICAS
+        # A set-up loader divides the data, so the replicas do different work.
         if is_compared and not self._loaders:
             self._losses += digests([loss])
             self._compare_work()
         if is_compared:
             for loop in self._loops:
-                if loop.worker_streams is not None:
+                if loop.worker_streams is not None:  # the loader has a worker_init_fn
                     self._compare_workers(loop.worker_streams)
         if self._num_backward_passes >= _CHECKED_PASSES or self.has_warned:
             self.close()

@@ -389,9 +389,13 @@ class HandStepCheck:
     ) -> None:
         """Drop the samples of the parameters that an optimizer steps with. A step pre-hook.
 
-        The optimizer changes these parameters, so the change is no step by hand. A parameter
-        outside of set-up modules gets a new sample: nothing averages its gradient over the ranks,
-        so the next check compares the parameter between ranks.
+        A sample has elements of a parameter from after the latest backward pass. Before the next
+        backward pass, :meth:`check` takes a parameter that differs from its sample as changed by
+        hand. The optimizer changes these parameters, which is no step by hand.
+
+        If the optimizer is not set up, its parameters outside of set-up modules get new samples:
+        nothing averages their gradients over the ranks, so the next check compares them between
+        ranks.
 
         Raises:
             UsageError: the optimizer steps with gradients that are not complete.
@@ -443,6 +447,7 @@ class HandStepCheck:
         pending_change = None
         suggestion = ""
         if optimizer not in self._optimizers:
+            # Why the gradients are not complete, as text. None if they are complete.
             pending_change = self._pending_change(None)
             suggestion = "optimizer = fabric.setup_optimizers(optimizer)"
         for contract in self._contracts:

@@ -138,6 +138,7 @@ class PassOrder:
         self._bypass = bypass
         self._backward = backward
         self._checks_all = checks_all
+        # Whether passes are compared while they run, and not only recorded.
         self._is_checking = checks_first or checks_all
         self._num_checked_backwards = 0
         self._num_models = 0
@@ -206,6 +207,8 @@ class PassOrder:
         if self.is_paused:
             return
         text = f"{kind} of {contract.title} (set-up model {self._numbers[contract]})"
+        # All ranks make a backward pass that synchronizes gradients. Only the ranks that gather
+        # parameters together make the other passes of a sharded model in the same order.
         if kind is _Kind.BACKWARD:
             self.shared.add(text)
         if contract.is_sharded:
@@ -213,6 +216,7 @@ class PassOrder:
         if not self._is_checking:
             return
         if kind is not _Kind.FORWARD:
+            # After enough backward passes, check_after_pass() sets _is_checking to False.
             self._num_checked_backwards += 1
         self.shared.publish(self._store)
         self.of_peers.publish(self._store)

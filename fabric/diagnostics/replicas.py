@@ -135,10 +135,14 @@ class WatchedObjects:
         self._averages: WeakKeyDictionary[Averages, _WatchedAverages] = WeakKeyDictionary()
 
     def add_module(self, contract: GradientContract) -> None:
-        """Add a module. Called at its setup, when its buffers are equal on all ranks."""
+        """Add a module. Called at its setup, when its buffers are equal on all ranks.
+
+        The digests of its buffers are kept. With them, a comparison finds the buffers that have
+        changed since then on some ranks alone.
+        """
         buffers: dict[str, Tensor] = {}
         for name, tensor in contract.replicas().items():
-            part = _comparable_part(tensor)
+            part = _comparable_part(tensor)  # None if the bits of the tensor cannot be read
             if not isinstance(tensor, nn.Parameter) and part is not None:
                 buffers[name] = part
         buffer_digests = dict(zip(buffers, digests(buffers.values()), strict=True))
@@ -776,6 +780,7 @@ def _with_texts_of_buffers(replicas: Sequence[Replica]) -> list[Replica]:
     for replica in replicas:
         if replica.setup_digest is not None and isinstance(replica.value, Tensor):
             buffers.append(replica.value)
+    # The loop below takes the digest of each buffer from this iterator, in the same order.
     buffer_digests = iter(digests(buffers))
     comparable: list[Replica] = []
     for replica in replicas:
