@@ -43,6 +43,22 @@ class Kind(IntEnum):
     USES = 7  # of blocks and parameters of a sharded model
 
 
+class PositionSums(NamedTuple):
+    """Sums from which a single element that differs is found, as :func:`position_sums` says.
+
+    Attributes:
+        total: the sum of the integers.
+        first_moment: the sum of the integers, each times its position.
+        second_moment: the sum of the integers, each times the square of its position.
+        integers_per_element: the number of integers in an element of the tensor.
+    """
+
+    total: int
+    first_moment: int
+    second_moment: int
+    integers_per_element: int
+
+
 class ReplicaDetails(NamedTuple):
     """What a rank sends about a replica that may differ between ranks.
 
@@ -54,7 +70,7 @@ class ReplicaDetails(NamedTuple):
         kind: the kind.
         ranks: the ranks that should hold the same value.
         value: a number as text, or the digest of a tensor as text.
-        sums: the result of :func:`position_sums`. Empty if the replica is no tensor.
+        sums: the result of :func:`position_sums`. None if the replica is no tensor.
         gradient: the digest of the gradient of a parameter. None without a gradient.
     """
 
@@ -63,7 +79,7 @@ class ReplicaDetails(NamedTuple):
     kind: Kind
     ranks: tuple[int, ...]
     value: str
-    sums: tuple[int, ...] = ()
+    sums: PositionSums | None = None
     gradient: int | None = None
 
 
@@ -101,7 +117,7 @@ class _Difference(NamedTuple):
     @property
     def is_tensor(self) -> bool:
         """Whether the replica is a tensor, and not a number."""
-        return bool(self.details.sums)
+        return self.details.sums is not None
 
     @property
     def is_missing(self) -> bool:
@@ -157,11 +173,11 @@ def _find_differences(ranks: Sequence[RankDetails]) -> list[_Difference]:
 def _values_of_ranks(
     details_by_rank: Mapping[int, ReplicaDetails], ranks: Sequence[RankDetails]
 ) -> dict[int, str]:
-    """Return the value of a replica on each rank that should hold it.
+    """Return the value of a replica on each rank that should hold it, by rank.
 
-    The state of an optimizer is ``"missing"`` on a rank that does not hold it. Other replicas are
-    left out for such a rank: the user may have dropped their model, which only this rank has
-    collected as garbage so far.
+    If a rank does not hold the replica, and this is the state of an optimizer, the value is
+    ``"missing"``. Otherwise that rank is left out: the user may have dropped the model of the
+    replica, which only that rank has collected as garbage so far.
 
     Args:
         details_by_rank: the details of the ranks that hold the replica.
@@ -170,7 +186,7 @@ def _values_of_ranks(
     details = next(iter(details_by_rank.values()))
     values: dict[int, str] = {}
     for rank in details.ranks:
-        # A rank may hold a state, and not send it.
+        # A rank sends only some of its states. If it has left some out, it may hold this one.
         are_states_complete = Kind.STATE not in ranks[rank].truncated_kinds
         if rank in details_by_rank:
             values[rank] = details_by_rank[rank].value
@@ -248,7 +264,8 @@ def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -
         return
     uses = _differences_of_kind(differences, Kind.USES)
     if uses:
-        if uses[0] is not differences[0]:
+        is_described = uses[0] is differences[0]
+        if not is_described:
             yield f"{uses[0].details.name} differs: {_describe_values(uses[0].values)}"
         yield (
             "the ranks have used different blocks or parameters of a sharded model, and FSDP has "
@@ -376,9 +393,13 @@ def _find_single_element(difference: _Difference) -> _Element | None:
         return None
     # The first rank of a group stands for the group.
     first_group, second_group = groups
-    *sums, integers_per_element = difference.by_rank[first_group[0]].sums
-    *other_sums, _ = difference.by_rank[second_group[0]].sums
-    delta, first_moment, second_moment = map(_signed_difference, sums, other_sums)
+    sums = difference.by_rank[first_group[0]].sums
+    other_sums = difference.by_rank[second_group[0]].sums
+    assert sums is not None, "is_tensor says that the replica is a tensor"
+    assert other_sums is not None, "the replica is a tensor on all ranks"
+    delta = _signed_difference(sums.total, other_sums.total)
+    first_moment = _signed_difference(sums.first_moment, other_sums.first_moment)
+    second_moment = _signed_difference(sums.second_moment, other_sums.second_moment)
     if delta == 0 or first_moment % delta != 0:
         return None
     position = first_moment // delta
@@ -391,10 +412,10 @@ def _find_single_element(difference: _Difference) -> _Element | None:
     is_power_of_two = magnitude & (magnitude - 1) == 0
     if is_power_of_two:
         # A single bit differs. Each integer of an element that has several is one of 32 bits.
-        bits_before = 32 * (index % integers_per_element)
+        bits_before = 32 * (index % sums.integers_per_element)
         bit_number = bits_before + magnitude.bit_length() - 1
         bit = f", by bit {bit_number}: a bit may have flipped"
-    return _Element(index // integers_per_element, bit)
+    return _Element(index // sums.integers_per_element, bit)
 
 
 def _signed_difference(number: int, other_number: int) -> int:
@@ -405,14 +426,11 @@ def _signed_difference(number: int, other_number: int) -> int:
     return difference
 
 
-def position_sums(tensor: Tensor) -> tuple[int, ...]:
+def position_sums(tensor: Tensor) -> PositionSums:
     """Return three sums from which :func:`describe_drift` finds a single element that differs.
 
     The bits of the tensor are read as integers. An integer ``n`` at position ``p``, counted from 1,
     adds ``n``, ``n * p`` and ``n * p * p`` to the sums, modulo 2**64.
-
-    Returns:
-        The three sums, and the number of integers in an element of the tensor.
     """
     # An element of more than 4 bytes is read as several integers.
     integer_type = _INTEGERS[tensor.element_size()]
@@ -430,5 +448,10 @@ def position_sums(tensor: Tensor) -> tuple[int, ...]:
         sums[1] += terms.sum()
         sums[2] += (terms * positions).sum()
         first_position += chunk.numel()
-    integers_per_element = tensor.element_size() // integers.element_size()
-    return (*sums.tolist(), integers_per_element)
+    total, first_moment, second_moment = sums.tolist()
+    return PositionSums(
+        total=total,
+        first_moment=first_moment,
+        second_moment=second_moment,
+        integers_per_element=tensor.element_size() // integers.element_size(),
+    )

@@ -251,7 +251,8 @@ class ReplicaComparison:
         self._recorder = recorder
         # The number of optimizer steps before the latest comparison.
         self._compared_steps = 0
-        # The same before the latest comparison without a difference. None if there was none.
+        # The number of optimizer steps before the latest comparison that found no difference. None
+        # if there was no such comparison.
         self._agreed_steps: int | None = None
 
         # The number of backward passes from one comparison to the next. None if backward passes
@@ -330,11 +331,13 @@ class ReplicaComparison:
             # Some ranks may still hold a model that other ranks have collected as garbage.
             gc.collect()
             replicas = self.watched.replicas(self._communicator.size, comparison.saved)
+            # A checkpoint has the states of rank 0 alone, so a save reports sharded states.
             sentences = self._find_drift(
                 _with_texts_of_buffers(replicas),
                 comparison.steps_since,
                 may_shard_states=comparison.saved is None,
             )
+            # There are none if only some ranks have held a model that others have collected.
             if sentences:
                 self._raise_drift(comparison.request, sentences, comparison.steps)
 
@@ -379,7 +382,8 @@ class ReplicaComparison:
         Args:
             numbers: integers from 0 to 2**64 - 1, as many on each rank.
         """
-        # A tensor of int64 carries signed integers.
+        # A tensor of int64 carries signed integers, so 2**64 is subtracted from those that are at
+        # least 2**63. The sums wrap around in the same way, and so stay right modulo 2**64.
         signed = [(number + _MODULUS // 2) % _MODULUS - _MODULUS // 2 for number in numbers]
         tensor = torch.tensor(signed, dtype=torch.int64, device=self._communicator.device)
         return self._communicator.all_reduce(tensor, Reduce.SUM).tolist()
@@ -445,6 +449,7 @@ class ReplicaComparison:
         Collective if the replicas are compared. A function of ``Hooks.after``.
         """
         is_counted = self._is_next_pass_counted and error is None and not self.is_paused
+        # _after_forward() sets it again before the next backward pass that all ranks make.
         self._is_next_pass_counted = False
         if not is_counted or self._passes_between is None:
             return
@@ -875,7 +880,9 @@ def _rank_details(replicas: Sequence[Replica], suspect_keys: Set[str], steps: in
             details.append(_details_of(replica))
     has_state = any(replica.kind is Kind.STATE for replica in replicas)
     truncated_kinds = [kind for kind in counts if counts[kind] > _DETAILS_OF_KIND]
-    return RankDetails(steps, has_state, details, truncated_kinds)
+    return RankDetails(
+        steps=steps, has_state=has_state, replicas=details, truncated_kinds=truncated_kinds
+    )
 
 
 def _details_of(replica: Replica) -> ReplicaDetails:
