@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
@@ -36,6 +36,20 @@ class _Kind(StrEnum):
     FORWARD = "forward pass"
     BACKWARD = "backward pass"  # with synchronization
     BACKWARD_WITHOUT_SYNC = "backward pass in no_backward_sync"
+
+
+class _PassDifference(NamedTuple):
+    """A pass of a neighbor in place of another pass of this rank.
+
+    Attributes:
+        neighbor: the rank of the neighbor.
+        text: what the pass of this rank is.
+        text_of_neighbor: what the pass of the neighbor is.
+    """
+
+    neighbor: int
+    text: str
+    text_of_neighbor: str
 
 
 class PassHistory:
@@ -74,16 +88,20 @@ class PassHistory:
         if self.neighbors:
             store.publish(self.topic, [self.count, list(self._latest)])
 
-    def differences(self, store: JobStore) -> Iterator[tuple[int, str, str]]:
-        """Yield each neighbor with another pass than this rank, and the passes of both ranks."""
+    def differences(self, store: JobStore) -> Iterator[_PassDifference]:
+        """Yield the first pass of each neighbor that differs from the pass of this rank.
+
+        Only passes that both ranks have published are compared.
+        """
         if not self.neighbors:
             return
         for neighbor, (count, latest) in store.read(self.topic, self.neighbors).items():
+            # Passes are numbered from 0. The neighbor has published the latest of `count` passes.
             passes_of_neighbor = dict(enumerate(latest, start=count - len(latest)))
             for number, text in enumerate(self._latest, start=self.count - len(self._latest)):
                 text_of_neighbor = passes_of_neighbor.get(number, text)
                 if text_of_neighbor != text:
-                    yield neighbor, text, text_of_neighbor
+                    yield _PassDifference(neighbor, text, text_of_neighbor)
                     break
 
     def __str__(self) -> str:
@@ -153,7 +171,9 @@ class PassOrder:
         return [history for history in (self.shared, self.of_peers) if history.count > 0]
 
     def watch(self, contract: GradientContract, forward: Hooks) -> None:
-        """Record the passes of a model, if it is not the only one.
+        """Record the passes of a model, from the setup of the second model on.
+
+        A single model has no order to compare.
 
         Args:
             contract: the contract of the model.
@@ -174,6 +194,8 @@ class PassOrder:
     def _start(self) -> None:
         """Record the passes of the first model, too. Called when the second model is set up."""
         neighbors = frozenset(self._bypass.world.neighbours)
+        # Neighbors that are peers compare all passes of sharded models, which include the shared
+        # ones.
         self.of_peers.neighbors = self._bypass.peers
         self.shared.neighbors = neighbors - self._bypass.peers
         self._bypass.on_backward = self._on_backward
@@ -260,11 +282,12 @@ class PassOrder:
         """Raise a UsageError if a neighbor has made another pass in place of one of this rank."""
         rank = self._store.rank
         for history in self.histories:
-            for neighbor, text, text_of_neighbor in history.differences(self._store):
+            for difference in history.differences(self._store):
                 raise UsageError(
-                    f"{text} on rank {rank}",
-                    problem=f"rank {neighbor} makes a {text_of_neighbor} in its place. Their "
-                    "collectives meet, and the models get the weights or gradients of each other",
+                    f"{difference.text} on rank {rank}",
+                    problem=f"rank {difference.neighbor} makes a {difference.text_of_neighbor} in "
+                    "its place. Their collectives meet, and the models get the weights or "
+                    "gradients of each other",
                     expected="the forward and backward passes of all models in the same order on "
                     "all ranks",
                     suggestion="no branch on the rank or on its data around model(...) and "
