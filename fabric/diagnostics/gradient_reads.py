@@ -103,6 +103,14 @@ def find_clipping_function(start: Sequence[CodePosition], frame: FrameType | Non
 def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) -> Iterator[_Segment]:
     """Yield the user's code that runs between two calls.
 
+    This is, in the order in which it runs:
+
+    - The rest of the functions that have made only the first call, and have returned since then.
+    - The part between the two calls, in the innermost function that makes both.
+    - The beginning of the functions that make only the second call, which has not returned.
+
+    Functions that the last two parts name may be called there. Their code is yielded, too.
+
     Args:
         start: the :func:`code_positions` of the first call.
         frame: the innermost frame of the second call.
@@ -113,7 +121,8 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
             end_frames.append(frame)
         frame = frame.f_back
     end_frames.reverse()
-    # The number of functions that make both calls, themselves or through other functions.
+    # The number of functions that make both calls, themselves or through other functions. They come
+    # first in both lists, which may differ in length.
     num_common = 0
     for position, end_frame in zip(start, end_frames, strict=False):
         if position.code is not end_frame.f_code:
@@ -121,7 +130,8 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
         num_common += 1
     if num_common == 0:
         return
-    # The functions that have made only the first call: what comes after it.
+    # The functions that have made only the first call: what comes after it. Their frames are gone,
+    # so the values of their names are not known.
     for position in start[num_common:]:
         offsets = range(position.offset + 1, len(position.code.co_code))
         yield from _segments_in(position.code, offsets, values_by_name={}, follows_functions=False)
@@ -137,10 +147,11 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
             end_frame.f_code, offsets, values_by_name, follows_functions=True
         ):
             is_inner_function = segment.code in inner_code and segment.code is not end_frame.f_code
-            # This loop comes to the functions on the way to the second call.
+            # The functions on the way to the second call are named here, too. Only their code
+            # before the call has run, and a later round of this loop yields it.
             if not is_inner_function:
                 yield segment
-        begin = 0
+        begin = 0  # the functions that make only the second call have run from their beginning
 
 
 def _segments_in(
@@ -180,12 +191,22 @@ def _segments_in(
 
 
 def _reads_gradient(instructions: Sequence[dis.Instruction], index: int) -> bool:
-    """Return whether an instruction loads an attribute ``grad``, and not for a harmless use."""
+    """Return whether an instruction loads an attribute ``grad``, and not for a harmless use.
+
+    Some uses give the same result before and after gradients are complete: a comparison with None,
+    an operator such as ``*=``, and the methods in ``_HARMLESS_METHODS``. The instructions around
+    the load show the use.
+
+    Args:
+        instructions: the instructions that run between two calls, or in a whole function.
+        index: the index of the instruction.
+    """
     if not _loads_attribute(instructions[index]) or instructions[index].argval != "grad":
         return False
     # In "parameter.grad *= mask", the object is copied, since the attribute is stored later.
     is_changed_in_place = index > 0 and instructions[index - 1].opname == "COPY"
-    # A load that ends the segment is followed by the second call, which no harmless use is.
+    # A harmless use takes at least two instructions after the load. With fewer of them, what
+    # follows is the second call, which gets the gradient.
     if index + 2 >= len(instructions):
         return True
     next_instruction = instructions[index + 1]
