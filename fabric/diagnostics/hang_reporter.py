@@ -404,7 +404,7 @@ class HangReporter:
         self._latest_number += 1
         state = self._observer.state()
         self.store.publish(f"state/{self._latest_number}", state)
-        # If this rank waits, too, the report is also about its own wait, and it requests no other.
+        # If this rank waits, too, the report is also about its wait, so it requests no report.
         # Half of the threshold is enough, since the ranks of one hang do not begin to wait at the
         # same time.
         has_waited = state.seconds_waited > self._threshold / 2

@@ -38,7 +38,7 @@ def _read_unresponsive_state(store: JobStore, rank: int) -> RankState:
     # A rank publishes its address at the start of its hang reporter.
     address = store.read("address", [rank]).get(rank)
     if address is None:
-        return RankState("it has not started")
+        return RankState(activity="it has not started")
     stack_address = StackAddress(*address)
     # The first line of the text says what is known of the process. The other lines are the stack.
     activity, _, stack = read_stack(stack_address).partition("\n")

@@ -97,7 +97,7 @@ class RankObserver:
         else:
             key = recorder.phase or recorder.latest_key
         latest = call or recorder.latest_collective
-        # No members stand for all ranks. This keeps the state small, and is right for a phase.
+        # Empty members stand for all ranks, which keeps the state small. All ranks make a phase.
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self._size:
             members = tuple(latest.members)
@@ -105,7 +105,8 @@ class RankObserver:
         if call is None:
             history += self._describe_latest()
         stack = self.stacks.dump()
-        # Two ranks in one message make different calls: one sends, and the other receives.
+        # Two ranks in one message make different calls: one sends, and the other receives. So the
+        # calls of a message are not compared.
         compared_call = ""
         if call is not None and not call.is_message:
             compared_call = call.title
@@ -125,7 +126,7 @@ class RankObserver:
         )
 
     def _awaited_ranks(self, stack: str) -> Sequence[int] | None:
-        """Return the ranks without which this rank cannot go on, as :class:`RankState` has them.
+        """Return the ranks without which this rank cannot go on.
 
         Args:
             stack: the stack of the user's thread.
@@ -134,6 +135,7 @@ class RankObserver:
             The ranks. Empty if the rank waits for all ranks. None if it is not known to wait.
         """
         recorder = self._recorder
+        # The user's thread goes on while the device runs a collective, so it may not wait.
         if self._is_asynchronous:
             return None
         open_collectives = dict(recorder.open_collectives)  # a copy, since other threads change it
