@@ -100,7 +100,7 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         """Return the call for an error: the operation, its arguments, and the location.
 
-        If this rank has no arguments, the other facts are shown instead of them.
+        If this rank has no arguments, other facts of the call are shown instead of them.
         """
         arguments = _window(self.arguments, start=0, length=_MAX_SHOWN_CHARACTERS)
         if not arguments:
@@ -492,10 +492,10 @@ class CollectiveChecker:
         return _table(calls)
 
     def _ranks_by_call_when_all_wait(self) -> dict[str, list[int]]:
-        """Return the ranks in each call that waits, once all ranks wait.
+        """Return the ranks that wait in each call, by the text of the call, once all ranks wait.
 
-        Other ranks may still be on their way to their call. After ``_ANSWER_TIMEOUT`` seconds, only
-        the ranks that wait are returned.
+        Some ranks may still be on their way to their call. After ``_ANSWER_TIMEOUT`` seconds, the
+        ranks that wait by then are returned.
         """
         deadline = monotonic() + _ANSWER_TIMEOUT
         while True:

@@ -107,6 +107,7 @@ class _Digester:
         row_sums: list[Tensor] = []
         for rows in self._chunks_of(tensors):
             if rows.shape[0] > self._scratch.shape[0]:
+                # Later chunks use this memory, too.
                 self._scratch = torch.empty_like(rows)
             scratch = self._scratch[: rows.shape[0]]
             row_sums.append(_weighted_sums(rows, self._word_weights, scratch))
@@ -126,6 +127,7 @@ class _Digester:
         for tensor in tensors:
             piece = tensor.flatten()
             if piece.nbytes > _SMALL_BYTES:
+                # Only the elements beyond the full rows of a large tensor are copied.
                 rows, piece = _split_rows(piece)
                 yield from rows.split(self._rows_at_a_time)
             pieces.append(piece)

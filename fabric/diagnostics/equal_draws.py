@@ -167,7 +167,8 @@ class EqualDrawsCheck:
 
         Does nothing before the last checked pass.
         """
-        # Training changes the loss. Losses that stay the same may be equal for any reason.
+        # The loss of each checked pass is another one, since training changes the loss. Losses that
+        # stay the same may be equal on both replicas for any reason.
         has_trained = len(set(self._losses)) == _CHECKED_PASSES
         if not has_trained or not self._outputs or self.has_warned:
             return
@@ -264,7 +265,7 @@ class _TrainingPasses:
         """Compare what was drawn with the other replica. A function of ``Hooks.after``.
 
         If only code between the passes has drawn, such as code that adds noise to the batch, the
-        outputs are compared, too: the pass may have used the numbers or not.
+        outputs are compared, too: only equal outputs show that the passes have used the numbers.
         """
         streams_before = self._streams_before
         self._streams_before = None
@@ -289,7 +290,8 @@ class _TrainingPasses:
         """Warn if the other replica has drawn the same numbers in this pass.
 
         Args:
-            streams: the digests of the streams that were drawn from, before they were, by name.
+            streams: the streams that numbers were drawn from, by name: the digest of each stream
+                before its first number was drawn.
             outputs: the digests of the outputs, if the numbers were drawn outside of the pass.
                 Otherwise an empty list.
         """

@@ -220,7 +220,7 @@ class _ChangeComparison:
             num_losses: the number of backward passes so far.
 
         Raises:
-            UsageError: this rank and the first one have different values.
+            UsageError: this rank and the first rank that compares have different values.
         """
         if not changes or self._store.size == 1:
             return
@@ -356,6 +356,7 @@ class HandStepCheck:
                 between ranks after the change.
         """
         self._num_losses += 1
+        # Another rank may have found a difference after this rank has compared its changes.
         self._comparison.check_latest()
         changes = self._samples.changes()
         if changes:

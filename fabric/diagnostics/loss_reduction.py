@@ -386,9 +386,12 @@ def _is_layer(node: Node) -> bool:
 
 
 def _may_divide_by_number(node: Node) -> bool:
-    """Return whether constant factors of elements may make a mean of their sum."""
+    """Return whether constant factors of elements may make a mean of their sum.
+
+    Return True if it is not known.
+    """
     factors = _constant_factors(node)
-    # An empty batch has no factors, and tells nothing.
+    # An empty batch has no factors.
     if factors is None or factors.numel() == 0:
         return True
     if factors.numel() == 1:
@@ -398,7 +401,7 @@ def _may_divide_by_number(node: Node) -> bool:
     finite_factors = factors.nan_to_num(posinf=0.0)
     largest = finite_factors.max().item()
     total = finite_factors.double().sum().item()
-    add_up_to_one = total < 1.01
+    add_up_to_one = total < 1.01  # the factors may be rounded
     return largest < _MIN_ELEMENT_OF_SUM or add_up_to_one
 
 

@@ -303,7 +303,8 @@ def _missed_step(step: Progress, end: Progress, is_peer: bool) -> int | None:
     steps_at_end = end.comparable_steps(is_peer)
     if number is None or steps_at_end is None or step.early_steps != end.early_steps:
         return None
-    # A rank that has made the collective before the step is in order.
+    # If the rank has made this collective, too, it did so before the step. Then the two ranks do
+    # not meet in different calls.
     lacks_collective = step.collectives < end.collectives
     is_next_step = number == steps_at_end + 1
     return number if is_next_step and lacks_collective else None

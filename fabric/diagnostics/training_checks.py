@@ -830,7 +830,7 @@ class TrainingChecks:
         """Count a step, and compare its result with other ranks. Called by torch as a post-hook.
 
         Raises:
-            UsageError: the replicas of this rank and of the first rank differ.
+            UsageError: the replicas of this rank and of another rank differ.
         """
         self._cleared_steps.after_step()
         self._cleared_windows.after_step()
@@ -842,8 +842,10 @@ class TrainingChecks:
         if has_gradient:
             self._comparison.after_step(optimizer, trained)
         elif not trained:
-            # The user may add parameters to the optimizer, or unfreeze some, of which this rank has
-            # elements.
+            # With only empty shards, this rank does not count a step that other ranks count. It may
+            # get elements later: the user may add parameters to the optimizer, or unfreeze some.
+            # Then its steps would have other numbers than those of the other ranks, so the checks
+            # end.
             self._has_missed_steps = any(
                 parameter.requires_grad for parameter in parameters_of(optimizer)
             )
@@ -965,6 +967,7 @@ class SetupChecks:
 
     def _build_unscaled_loss_check(self) -> UnscaledLossCheck | None:
         """Return the check of losses that are not scaled. None if the precision scales none."""
+        # Without an optimizer, only a loss scale is a reason why gradients are not complete.
         has_loss_scale = self._session.pending_change(None) is not None
         if not has_loss_scale:
             return None

@@ -376,7 +376,8 @@ class UnevenInputDetector:
                 may_differ = True
         if not may_differ:
             return
-        # The error names the batches of one loader: the loader whose iteration began last.
+        # The error names the batches of one loader: the loader whose iteration began last. It is
+        # the first one in the list.
         end = End(
             progress=self._steps.progress(collectives),
             batches=iterations[0].position.received_batches,
