@@ -498,7 +498,12 @@ class Communicator(ABC):
     ) -> Any:
         """Check the source or destination of an operation, and run the operation.
 
-        See :class:`Collective` for the arguments.
+        Args:
+            operation: the operation.
+            buffer: the tensor that is passed. Broadcast, scatter and recv write to it.
+            peer: the source or destination.
+            rows: the rows of a scatter on its source. None, the default, otherwise.
+            call: the user's call. None, the default, if unknown.
 
         Returns:
             The result that the method of the operation describes, such as :meth:`gather`.

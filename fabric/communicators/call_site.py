@@ -178,7 +178,8 @@ def fold_frames(stack: str) -> str:
     """
     lines: list[str] = []
     folded_count = 0  # the number of frames that have been left out since the latest line
-    # The empty line marks the end. It is not a frame.
+    # The empty line at the end is no frame, so it ends the last frames that are folded. It is not a
+    # part of the result.
     for line in [*stack.splitlines(), ""]:
         frame = _FRAME_OF_STACK.match(line)
         is_internal = frame is not None and frame["file"].startswith(_INTERNAL_PATHS)

@@ -112,7 +112,10 @@ class _Rows:
     """
 
     def __init__(self, text: str, buffer: Tensor, num_elements: int, group_size: int) -> None:
-        """Allocate rows with the checksum and without data. Not a collective."""
+        """Allocate rows with the checksum and without data. Not a collective.
+
+        As 64-bit integers, each row has the checksum in column 0.
+        """
         shape = (group_size, _ROW_BYTES // 8)
         # The column where the data begins if the rows are viewed in the dtype of the data.
         start = _DATA_START // buffer.itemsize
@@ -191,6 +194,7 @@ class CheckedCommunicator(Communicator):
     def _run_with_rows(self, collective: Collective, text: str) -> Any:
         """Gather a row from each rank, compare the checksums, and return the collective's result.
 
+        All rows have one length. A row has the checksum of the text, and then the data if it fits.
         If the rows carry the data, the result is computed from them. Otherwise the collective runs.
 
         Args:
@@ -201,6 +205,7 @@ class CheckedCommunicator(Communicator):
         has_result_from_rows = collective.operation in _WITH_RESULT_FROM_ROWS
         rows_carry_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
         num_elements = buffer.numel() if rows_carry_data else 0
+        # Calls with this key have rows with the same checksum and the same place for the data.
         key = (text, buffer.dtype, num_elements)
         rows = None
         can_reuse_rows = self._can_reuse_rows(collective)

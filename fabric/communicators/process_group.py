@@ -76,6 +76,7 @@ class ProcessGroupCommunicator(Communicator):
         self._is_gloo = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        # The device of buffers. gloo carries only some operations for CUDA tensors.
         self.device = torch.device("cpu") if self._is_gloo else device
 
     @override
@@ -164,8 +165,8 @@ class ProcessGroupCommunicator(Communicator):
             # Backends have no complex numbers, so their real and imaginary parts are sent.
             copies = torch.view_as_real(copies)
             output = torch.view_as_real(output)
-        # The default group is looked up here, since a reference to it in this object would keep the
-        # group connected after the user has destroyed it.
+        # None stands for the default group. It is looked up here, since a reference to the group in
+        # this object would keep it connected after the user has destroyed it.
         group = self._group or dist.group.WORLD
         assert group is not None, "the default process group was destroyed"
         # Not the functions of torch.distributed, whose checks take as long as a small message.
