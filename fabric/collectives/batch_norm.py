@@ -81,8 +81,9 @@ class SyncBatchNorm(_BatchNorm):
         local_count = values.numel() // values.size(1)
         local_sums = (values.sum(dims, keepdim=True), values.new_tensor(local_count))
         total, count = all_reduce(communicator, local_sums, Reduce.SUM)
-        # From here on, only 0, 1 and more have to be told apart. int(count) waits for the device,
-        # and fails in a dry run, so it is called only if this rank has fewer than two values.
+        # A lower bound of the count of all ranks, which is exact if that count is 0 or 1. The exact
+        # count, int(count), waits for the device and fails in a dry run. So it is read only if this
+        # rank has fewer than two values.
         min_count = local_count if local_count >= 2 else int(count)
         if min_count == 1:
             # The words of torch's error.
@@ -95,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
         squares = all_reduce(communicator, local_squares, Reduce.SUM)
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if min_count > 1:
+            if min_count > 1:  # with no value at all, there are no statistics
                 variance = squares / (count - 1)
                 self._update_running_statistics(mean.flatten(), variance.flatten())
 

@@ -236,6 +236,7 @@ class Bucket:
             A section for each tensor, in order. If the bucket has numbers, the last section holds
             all of them.
         """
+        # A bucket of whole tensors, whose num_chunks is None, has one row.
         num_chunks = self.num_chunks or 1
         lengths = [tensor.numel() // num_chunks for tensor in self.tensors]
         if self.numbers:
@@ -434,7 +435,13 @@ def _describe_leaves(
     """Return the dtypes and shapes of the leaves: ``"1 torch.float64, 2 torch.float32[3, 4]"``.
 
     Equal leaves that follow each other are described once, with their number. A leaf that is in no
-    bucket has an empty description. See :func:`describe` for the arguments.
+    bucket has an empty description.
+
+    Args:
+        num_leaves: the number of leaves of the collection.
+        buckets: the buckets of the leaves, which have the tensors and numbers.
+        shows_gradients: whether the text says which tensors require a gradient.
+        is_ragged: whether the lengths along the first dimension are left out of the text.
     """
     if len(buckets) == 1:
         # Shortcuts for a thousand leaves of one kind. The code below returns the same texts.

@@ -338,7 +338,7 @@ def _all_reduce_float(communicator: Communicator, number: float, op: Reduce) -> 
     # Faster than torch.tensor(), which looks at the type of the number.
     buffer = torch.frombuffer(array("d", (number,)), dtype=torch.float64)
     buffer = buffer.to(communicator.device)
-    call = _CALLS_WITH_ONE_FLOAT[op]
+    call = _CALLS_WITH_ONE_FLOAT[op]  # describes the call for signatures and errors
     result = communicator.run(Collective(Operation.ALL_REDUCE, buffer, op, call=call))
     (reduced,) = result.tolist()  # item() would run an operator of torch
     return reduced
@@ -667,6 +667,7 @@ class _Differentiable(torch.autograd.Function):
         # apply() records this collective in the graph, so that the gradient can be differentiated.
         grad = _Differentiable.apply(communicator, backward_collective, grad_of_result)
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
+            # The all-gather does not reduce, so the gradient is divided here.
             grad = grad / communicator.size
         is_broadcast = collective.operation is Operation.BROADCAST
         if is_broadcast and communicator.rank != collective.peer:  # the peer is the source
