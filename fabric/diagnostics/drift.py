@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fabric.diagnostics.recorder import ranks_in_words
 
-__all__ = ["Kind", "RankDetails", "ReplicaDetails", "describe_drift", "position_sums"]
+__all__ = [
+    "Kind",
+    "PositionSums",
+    "RankDetails",
+    "ReplicaDetails",
+    "describe_drift",
+    "position_sums",
+]
 
 # The elements that are converted to int64 at a time, to save memory.
 _CHUNK_ELEMENTS = 1 << 20
