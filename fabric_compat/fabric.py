@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -24,6 +25,7 @@ from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.module import FabricModule
 from fabric.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
@@ -164,10 +166,24 @@ class Fabric(_Fabric):
         return self._plan.world or World()
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
-        """Start the processes. A second call without a function does nothing."""
-        has_launched = self._launched
+        """Start the processes. Without a function, do nothing if the processes are connected.
+
+        Raises:
+            ArgumentTypeError: A function is needed and missing. ``fabric.Fabric`` raises an error
+                that is no ``TypeError``.
+        """
+        # The first call that needs a rank connects it. The call may come before the launch.
+        is_connected = self._launched or self._session is not None
+        needs_function = self._plan.world is None and self._plan.launcher.runs_function
+        if not function_and_args and needs_function and not is_connected:
+            raise ArgumentTypeError(
+                "fabric.launch()",
+                problem=f"start method {self._plan.launcher.name!r} has no function to run in each "
+                "process",
+                suggestion="fabric.launch(train), with def train(fabric): ...",
+            )
         self._launched = True
-        if has_launched and not function_and_args:
+        if not function_and_args and is_connected:
             return None
         return super().launch(*function_and_args, **kwargs)
 
@@ -411,6 +427,38 @@ class Fabric(_Fabric):
             return tensor.detach().copy_(result)
 
         return map_tensors(fill_with_result, data)
+
+    def broadcast(self, obj: Any, src: int = 0, group: Any = None) -> Any:
+        """Send an object from one process to all. Collective: every rank must call it.
+
+        One process returns its object, whatever ``src`` is, as in Lightning.
+        """
+        if self.world_size == 1 and group is None:
+            src = 0
+        return super().broadcast(obj, src, group)
+
+    # Scripts call these methods before the launch, too.
+    def to_device(self, obj: Any) -> Any:
+        """Move a module or the tensors of a collection to the device of this process."""
+        if self._plan.world is not None:
+            return super().to_device(obj)
+        if isinstance(obj, nn.Module):
+            return self.strategy.module_to_device(obj)
+        return self.strategy.batch_to_device(obj)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass under the precision."""
+        return self.precision.forward_context(self.device.type)
+
+    def init_tensor(self) -> AbstractContextManager[object]:
+        """Return a context in which tensors get the device and the dtype of the precision."""
+        return created_on(self.device, self.precision.param_dtype)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Run a block on rank 0 first. Before the launch, no process waits for another."""
+        if self._plan.world is None:
+            return nullcontext()
+        return super().rank_zero_first(local)
 
     def save(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, path: Any, state: Any, filter: Any = None, **kwargs: Any

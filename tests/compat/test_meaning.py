@@ -572,7 +572,17 @@ def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> N
         assert fabric.world_size == 2
         assert fabric.is_global_zero
         assert fabric.device == torch.device("cpu")
+        assert fabric.to_device([torch.ones(1)]) == [torch.ones(1)]
+        assert fabric.to_device(nn.Linear(1, 1)).weight.device == fabric.device
+        with fabric.rank_zero_first(), fabric.autocast(), fabric.init_tensor():
+            assert torch.ones(1).device == fabric.device
+        for _ in range(2):
+            with pytest.raises(TypeError, match="has no function to run"):
+                fabric.launch()
     with single() as fabric:
+        # These calls connect the process, and launch() then has nothing to do.
+        with fabric.rank_zero_first():
+            assert fabric.broadcast("sent", src=2) == "sent"
         fabric.launch()
         fabric.launch()
         with pytest.raises(ArgumentTypeError, match=r"fabric.launch\(train, 1, 2\)"):
