@@ -456,7 +456,12 @@ def test_alternatives_are_tried_until_one_fits():
 
 
 def test_all_is_tried_where_nothing_fits():
-    *_, last = planned("wide", memory="1KiB").alternatives
+    alternatives = planned("wide", memory="1KiB").alternatives
+    code = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
+    expected = planned("wide", FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")).peak_bytes
+    assert alternatives[code].peak_bytes == expected
+    assert alternatives[code].peak_bytes > alternatives["FSDPStrategy()"].peak_bytes
+    *_, last = alternatives
     expected = 'FSDPStrategy(activation_checkpointing=[Residual]), Fabric(precision="bf16-mixed")'
     assert last == expected
 

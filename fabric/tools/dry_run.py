@@ -402,32 +402,25 @@ def _alternatives(
             Empty if the model has no repeated layers.
     """
     # A strategy object serves one Fabric, so each alternative has a new object.
-    base: Strategy = FSDPStrategy()
+    base: FSDPStrategy | ModelParallelStrategy = FSDPStrategy()
     options: list[str] = []
     if isinstance(requested, ModelParallelStrategy):
         base = requested
         options.append("...")  # stands for the user's options in the suggested code
     else:
-        sharded_grads = _with_options(base, sharding_strategy="SHARD_GRAD_OP")
+        sharded_grads = FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
         code = 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")'
         yield _Alternative(code, sharded_grads, precision)
         yield _Alternative("FSDPStrategy()", copy(base), precision)
     if layer_types:
         names = ", ".join(layer_type.__name__ for layer_type in layer_types)
         options.append(f"activation_checkpointing=[{names}]")
-        base = _with_options(base, activation_checkpointing=layer_types)
+        base = copy(base)  # the user's strategy does not change
+        base.activation_checkpointing = layer_types
     code = f"{type(base).__name__}({', '.join(options)})"
     if layer_types:
         yield _Alternative(code, copy(base), precision)
     yield _Alternative(f'{code}, Fabric(precision="bf16-mixed")', copy(base), "bf16-mixed")
-
-
-def _with_options(strategy: Strategy, **options: Any) -> Strategy:
-    """Return a copy of a strategy with other values of some options."""
-    changed = copy(strategy)
-    # Each option is an attribute of the same name.
-    vars(changed).update(options)
-    return changed
 
 
 @dataclass(eq=False)
