@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, ShardingStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 from torch.optim import Optimizer
 
 from fabric import strategies
@@ -20,13 +22,14 @@ from fabric.checkpoint.full_tensors import ShardGatherer
 from fabric.checkpoint.save_load import CheckpointCoordinator, LossDivisors, builtin_format
 from fabric.checkpoint.state import StateDicts
 from fabric.errors import ConfigurationError, UsageError
+from fabric.precision import PRECISIONS
 from fabric.runtime import Runtime
 from fabric.strategies import ParallelStrategy, Strategy, StrategyName
 from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter, created_on
 from fabric.world import World
 from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
-from fabric_compat.plugins import AsEnvironment
+from fabric_compat.plugins import AsEnvironment, FSDPPrecision, default_pg_timeout
 from fabric_compat.registry import Registry
 
 __all__ = [
@@ -274,10 +277,36 @@ class DataParallelStrategy(_LightningStrategy, strategies.DataParallelStrategy):
 
 
 class DDPStrategy(_LightningStrategy, strategies.DDPStrategy):
-    """DDP over all processes, or over the processes of ``process_group``."""
+    """DDP over all processes, or over the processes of ``process_group``.
 
-    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    The other arguments are those of :class:`fabric.strategies.DDPStrategy`, in Lightning's order.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: str = "popen",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **ddp_kwargs,
+        )
         if process_group is not None:
             self.ddp_kwargs["process_group"] = process_group
 
@@ -287,21 +316,60 @@ class _Sharded:
 
 
 class FSDPStrategy(_LightningStrategy, _Sharded, strategies.FSDPStrategy):
-    """FSDP2 with the options of FSDP1.
+    """FSDP2 with the options of FSDP1, in Lightning's order.
 
     ``activation_checkpointing_policy`` has the signature of a wrapping policy of FSDP1:
     ``policy(module, recurse, nonwrapped_numel)``.
     """
 
+    # The option `mixed_precision`. fabric keeps a policy of FSDP2 instead.
+    _mixed_precision_option: Any = None
+
     def __init__(
-        self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any
+        self,
+        accelerator: Any = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        cpu_offload: bool | CPUOffload | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "sharded",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        **fsdp_kwargs: Any,
     ) -> None:
         policy = activation_checkpointing_policy
         if callable(policy):
             # fabric calls the policy with the module alone. ``recurse=False`` asks whether to
             # checkpoint this module.
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
-        super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
+        if sharding_strategy in ("_HYBRID_SHARD_ZERO2", ShardingStrategy._HYBRID_SHARD_ZERO2):
+            # The counterpart of SHARD_GRAD_OP, as HYBRID_SHARD is that of FULL_SHARD.
+            sharding_strategy = "HYBRID_SHARD"
+            fsdp_kwargs["reshard_after_forward"] = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_policy=policy,
+            sharding_strategy=sharding_strategy,
+            state_dict_type=state_dict_type,
+            device_mesh=device_mesh,
+            **fsdp_kwargs,
+        )
+        self._mixed_precision_option = mixed_precision
         # fabric would warn of these options of FSDP1. They are usual in scripts for Lightning.
         self._first_fsdp_options.clear()
 
@@ -310,7 +378,30 @@ class FSDPStrategy(_LightningStrategy, _Sharded, strategies.FSDPStrategy):
         self,
     ) -> ShardingStrategy:
         """The strategy as a constant of FSDP1, which scripts compare with."""
+        keeps_parameters = self.fsdp_kwargs.get("reshard_after_forward") is False
+        if self._sharding == "HYBRID_SHARD" and keeps_parameters:
+            return ShardingStrategy._HYBRID_SHARD_ZERO2
         return ShardingStrategy[self._sharding]
+
+    @property
+    def cpu_offload(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+    ) -> CPUOffload:
+        """Whether shards are kept on the CPU, as an option of FSDP1."""
+        return CPUOffload(offload_params=self._offload_policy is not None)
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        """The dtypes as an option of FSDP1: those of ``mixed_precision``, or of the precision.
+
+        None under ``"64-true"``, under which all dtypes are the same.
+        """
+        if self._mixed_precision_option is not None:
+            return self._mixed_precision_option
+        precision = self.precision or PRECISIONS["32-true"]
+        if precision.name == "64-true":
+            return None
+        return FSDPPrecision(precision).mixed_precision_config
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         _reset_empty_modules(self, module)

@@ -640,8 +640,8 @@ def test_optimizers_of_gpus_take_more_memory():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": FSDPStrategy(cpu_offload=True)}, "cpu_offload"),
-        ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "ddp_comm_hook"),
+        ({"strategy": FSDPStrategy(cpu_offload=True)}, "does not cover cpu_offload"),
+        ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "does not cover cpu_offload and ddp_comm"),
         ({"ranks": 3, "num_nodes": 2}, "equally many"),
         ({"ranks": 0}, "contradict"),
         ({"memory": "much"}, "80GiB"),

@@ -245,8 +245,8 @@ class _Job:
         Raises:
             ConfigurationError: the strategy has an option that a dry run does not cover.
         """
-        options = vars(strategy)  # each option is an attribute
-        if options.get("cpu_offload") or options.get("ddp_comm_hook"):
+        offloads = isinstance(strategy, FSDPStrategy) and strategy._offload_policy is not None
+        if offloads or getattr(strategy, "ddp_comm_hook", None) is not None:
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem=problem)
         if precision is None:

@@ -1,12 +1,13 @@
 """Strategies, alone and by name, behave as in Lightning Fabric."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 from fabric.errors import ConfigurationError, UsageError
 from fabric_compat import Fabric
@@ -174,6 +175,54 @@ def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
 def test_the_sharding_strategy_is_the_enumeration_of_torch() -> None:
     for name in ("FULL_SHARD", ShardingStrategy.FULL_SHARD):
         assert FSDPStrategy(sharding_strategy=name).sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
+def test_the_options_of_fsdp_are_those_of_the_first_fsdp() -> None:
+    assert FSDPStrategy().cpu_offload == CPUOffload(offload_params=False)
+    assert FSDPStrategy(cpu_offload=True).cpu_offload.offload_params
+    half = MixedPrecision(param_dtype=torch.float16)
+    assert FSDPStrategy(mixed_precision=half).mixed_precision_config is half
+    for precision, dtype in (("bf16-mixed", torch.bfloat16), (None, torch.float32)):
+        config = FSDPStrategy(precision=precision).mixed_precision_config
+        assert config is not None
+        assert config.reduce_dtype == dtype
+    assert FSDPStrategy(precision="64-true").mixed_precision_config is None
+    # The strategy of a name has the options, too.
+    with Fabric(
+        accelerator="cpu", devices=1, strategy="fsdp_cpu_offload", precision="16-true"
+    ) as fabric:
+        assert isinstance(fabric.strategy, FSDPStrategy)
+        assert fabric.strategy.cpu_offload.offload_params
+        config = fabric.strategy.mixed_precision_config
+        assert config is not None
+        assert config.param_dtype == torch.float16
+
+
+def test_a_hybrid_strategy_may_keep_its_parameters_after_the_forward_pass() -> None:
+    for name in ("_HYBRID_SHARD_ZERO2", ShardingStrategy._HYBRID_SHARD_ZERO2):
+        strategy = FSDPStrategy(sharding_strategy=name, device_mesh=(1, 2))
+        assert strategy.sharding_strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+        assert strategy.fsdp_kwargs["reshard_after_forward"] is False
+    strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
+    assert strategy.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+
+
+def test_arguments_of_strategies_are_in_the_order_of_lightning() -> None:
+    names = list(signature(FSDPStrategy).parameters)
+    assert names[3:8] == [
+        "precision",
+        "process_group_backend",
+        "timeout",
+        "cpu_offload",
+        "mixed_precision",
+    ]
+    assert "device_mesh" in names
+    devices = [torch.device("cpu")]
+    sharding = FSDPStrategy("cpu", devices, LightningEnvironment(), "bf16-true")
+    assert sharding.precision is not None
+    assert sharding.precision.name == "bf16-true"
+    replicating = DDPStrategy("cpu", devices, LightningEnvironment(), None, "bf16-true", "gloo")
+    assert replicating.process_group_backend == "gloo"
 
 
 class Scale(nn.Module):

@@ -274,7 +274,7 @@ class FSDPStrategy(ParallelStrategy):
         self.state_dict_type = _parse_name("state_dict_type", state_dict_type, _STATE_DICT_TYPES)
         self.saves_shards = self.state_dict_type == "sharded"
         self.device_mesh = device_mesh
-        self.cpu_offload = _parse_cpu_offload(cpu_offload)
+        self._offload_policy = _parse_cpu_offload(cpu_offload)
         self.backward_prefetch = _parse_backward_prefetch(backward_prefetch)
         self.mixed_precision, self._buffer_dtype = parse_mixed_precision(mixed_precision)
         self.auto_wrap_policy = parse_wrap_policy(auto_wrap_policy)
@@ -302,6 +302,11 @@ class FSDPStrategy(ParallelStrategy):
     def sharding_strategy(self) -> str:
         """The name of the sharding strategy."""
         return self._sharding
+
+    @property
+    def cpu_offload(self) -> "CPUOffloadPolicy | None":
+        """How shards are kept on the CPU, or None if they are not."""
+        return self._offload_policy
 
     # -- the process ----------------------------------------------------------------------------
 
@@ -337,7 +342,7 @@ class FSDPStrategy(ParallelStrategy):
         if self._first_fsdp_options:
             meanings = [f"{name} {_FIRST_FSDP_OPTIONS[name]}" for name in self._first_fsdp_options]
             warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=3)
-        if self.cpu_offload is not None and self.root_device.type == "cpu":
+        if self._offload_policy is not None and self.root_device.type == "cpu":
             warnings.warn(
                 "cpu_offload means nothing on the CPU, where everything is already", stacklevel=3
             )
@@ -602,7 +607,7 @@ class FSDPStrategy(ParallelStrategy):
         # Replaces the user's ignored_params, which are among the replicated parameters by now.
         arguments["ignored_params"] = replicated
         if self._offloads_to_cpu:
-            arguments["offload_policy"] = self.cpu_offload
+            arguments["offload_policy"] = self._offload_policy
         return arguments
 
     def _mixed_precision_policy(self) -> "MixedPrecisionPolicy":
@@ -644,7 +649,7 @@ class FSDPStrategy(ParallelStrategy):
     @property
     def _offloads_to_cpu(self) -> bool:
         """Whether shards are kept on the CPU, and copied to another device to compute."""
-        return self.cpu_offload is not None and self.root_device.type != "cpu"
+        return self._offload_policy is not None and self.root_device.type != "cpu"
 
     @property
     @override
