@@ -6,6 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from inspect import BoundArguments, Signature
 from pathlib import Path
@@ -326,8 +327,18 @@ class CheckpointIO(ABC):
     def load(self, path: Path) -> dict[str, Any]:
         return self.load_checkpoint(path)
 
+    def remove(self, path: Path) -> None:
+        self.remove_checkpoint(path)
+
     def wait(self) -> None:
         """Do nothing, because ``save`` is synchronous."""
+
+
+def with_storage_options(io: CheckpointIO, storage_options: Any) -> CheckpointIO:
+    """Return a copy of a format that saves with ``storage_options``."""
+    copied: Any = copy(io)
+    copied.save_checkpoint = partial(io.save_checkpoint, storage_options=storage_options)
+    return copied
 
 
 class TorchCheckpointIO(CheckpointIO):

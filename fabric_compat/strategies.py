@@ -22,14 +22,22 @@ from fabric.checkpoint.full_tensors import ShardGatherer
 from fabric.checkpoint.save_load import CheckpointCoordinator, LossDivisors, builtin_format
 from fabric.checkpoint.state import StateDicts
 from fabric.errors import ConfigurationError, UsageError
+from fabric.optim.clipping import clip_gradients
 from fabric.precision import PRECISIONS
 from fabric.runtime import Runtime
 from fabric.strategies import ParallelStrategy, Strategy, StrategyName
 from fabric.strategies.init_module import SMALLEST_MAPPED_BYTES, EmptyParameter, created_on
+from fabric.tree import parameters_of
 from fabric.world import World
 from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
-from fabric_compat.plugins import AsEnvironment, FSDPPrecision, default_pg_timeout
+from fabric_compat.plugins import (
+    AsEnvironment,
+    CheckpointIO,
+    FSDPPrecision,
+    default_pg_timeout,
+    with_storage_options,
+)
 from fabric_compat.registry import Registry
 
 __all__ = [
@@ -196,6 +204,50 @@ class _LightningStrategy(Strategy):
         """Return a context in which new tensors get the strategy's device and precision."""
         return created_on(self.root_device, self.runtime.precision.param_dtype)
 
+    def clip_gradients_norm(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer's parameters to a norm, and return their norm.
+
+        Collective under a strategy that shards. ``module`` has no effect.
+        """
+        return self._clip_gradients(
+            optimizer,
+            clip_val=None,
+            max_norm=max_norm,
+            norm_type=float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each value in the gradients of an optimizer's parameters.
+
+        ``module`` has no effect.
+        """
+        self._clip_gradients(
+            optimizer, clip_val=clip_val, max_norm=None, norm_type=2.0, error_if_nonfinite=False
+        )
+
+    def _clip_gradients(self, optimizer: Optimizer, **limits: Any) -> Tensor:
+        """Clip the gradients of an optimizer's parameters. See :func:`clip_gradients`.
+
+        Raises:
+            UsageError: the gradients have a loss scale, which only ``Fabric`` can remove.
+        """
+        precision = self.precision
+        if precision is not None and precision.loss_scale is not None:
+            raise UsageError(
+                f"{type(self).__name__}.clip_gradients_... under {precision.name}",
+                problem="the gradients are those of a scaled loss, and Fabric has the scale",
+                suggestion="fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+            )
+        return clip_gradients(parameters_of(optimizer), **limits)
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
@@ -220,12 +272,25 @@ class _LightningStrategy(Strategy):
     ) -> None:
         """Write a checkpoint as ``Fabric.save`` does. Collective: every rank must call it.
 
+        Args:
+            path: the file or folder.
+            state: the objects to save, by name.
+            storage_options: passed to the ``CheckpointIO`` of the user.
+            filter: which items to save, see :meth:`fabric.Fabric.save`.
+
         Raises:
-            TypeError: there are ``storage_options``, which need a ``CheckpointIO`` of the user.
+            TypeError: there are ``storage_options``, and no ``CheckpointIO`` of the user.
         """
+        coordinator = self._coordinator()
         if storage_options is not None:
-            raise TypeError("storage_options: save with a CheckpointIO of your own")
-        self._coordinator().save(path, state, filter=filter)
+            if not isinstance(self.checkpoint_io, CheckpointIO):
+                name = type(self).__name__
+                raise TypeError(
+                    f"{name}.save_checkpoint(storage_options=...): no CheckpointIO of the strategy "
+                    f"takes them. Write: {name}(checkpoint_io=...), with a CheckpointIO of your own"
+                )
+            coordinator.io = with_storage_options(self.checkpoint_io, storage_options)
+        coordinator.save(path, state, filter=filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -255,6 +320,16 @@ class _LightningStrategy(Strategy):
         )
 
 
+class _WithProcessGroup(_LightningStrategy):
+    """The methods of strategies whose processes have a process group of torch."""
+
+    def _get_process_group_backend(self) -> str:
+        """Return the backend of the process group, which is that of the device by default."""
+        if self.process_group_backend is not None:
+            return self.process_group_backend
+        return dist.get_default_backend_for_device(self.root_device)
+
+
 class SingleDeviceStrategy(_LightningStrategy, strategies.SingleDeviceStrategy):
     """One process on one device, by default the CPU."""
 
@@ -276,7 +351,7 @@ class DataParallelStrategy(_LightningStrategy, strategies.DataParallelStrategy):
     """Data parallelism in one process."""
 
 
-class DDPStrategy(_LightningStrategy, strategies.DDPStrategy):
+class DDPStrategy(_WithProcessGroup, strategies.DDPStrategy):
     """DDP over all processes, or over the processes of ``process_group``.
 
     The other arguments are those of :class:`fabric.strategies.DDPStrategy`, in Lightning's order.
@@ -315,7 +390,7 @@ class _Sharded:
     """The base class of strategies that shard parameters, for ``isinstance``."""
 
 
-class FSDPStrategy(_LightningStrategy, _Sharded, strategies.FSDPStrategy):
+class FSDPStrategy(_WithProcessGroup, _Sharded, strategies.FSDPStrategy):
     """FSDP2 with the options of FSDP1, in Lightning's order.
 
     ``activation_checkpointing_policy`` has the signature of a wrapping policy of FSDP1:
@@ -408,7 +483,7 @@ class FSDPStrategy(_LightningStrategy, _Sharded, strategies.FSDPStrategy):
         return super().setup_module(module)
 
 
-class ModelParallelStrategy(_LightningStrategy, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(_WithProcessGroup, strategies.ModelParallelStrategy):
     """Tensor parallelism and FSDP2 on one mesh.
 
     Attributes:

@@ -15,6 +15,7 @@ from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
 from fabric_compat.plugins import (
     FSDPPrecision,
     LightningEnvironment,
+    TorchCheckpointIO,
     TorchElasticEnvironment,
     precision_object,
 )
@@ -170,6 +171,59 @@ def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
     assert torch.equal(module.weight, torch.ones(1, 2))
     with pytest.raises(TypeError, match="CheckpointIO of your own"):
         strategy.save_checkpoint(path, state, storage_options={"mode": "w"})
+
+
+class RecordingIO(TorchCheckpointIO):
+    """A format of the user that takes options, and keeps those of the last save."""
+
+    options: Any = None
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.options = storage_options
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_a_format_of_the_user_gets_the_storage_options(tmp_path: Path) -> None:
+    checkpoint_io = RecordingIO()
+    strategy = SingleDeviceStrategy("cpu", checkpoint_io=checkpoint_io)
+    strategy.save_checkpoint(tmp_path / "a.pt", {"step": 3}, storage_options={"mode": "w"})
+    assert checkpoint_io.options == {"mode": "w"}
+    strategy.save_checkpoint(tmp_path / "b.pt", {"step": 4})
+    assert checkpoint_io.options is None
+    assert strategy.load_checkpoint(tmp_path / "a.pt")["step"] == 3
+    # Objects of fabric that keep the last checkpoints call this method.
+    checkpoint_io.remove(tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_strategy_clips_the_gradients_of_an_optimizer() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    for strategy in (SingleDeviceStrategy(), DDPStrategy()):
+        norm = strategy.clip_gradients_norm(module, optimizer, max_norm=1)
+    assert norm.item() == pytest.approx(1.0)
+    assert torch.allclose(module.weight.grad, torch.tensor([[0.6, 0.8]]))
+    SingleDeviceStrategy().clip_gradients_value(module, optimizer, clip_val=0.7)
+    assert torch.allclose(module.weight.grad, torch.tensor([[0.6, 0.7]]))
+    # The gradients may be those of a scaled loss.
+    for precision in ("16-mixed", "bf16-mixed"):
+        with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+            assert isinstance(fabric.strategy, SingleDeviceStrategy)
+            if precision == "bf16-mixed":
+                fabric.strategy.clip_gradients_value(module, optimizer, clip_val=0.5)
+                continue
+            with pytest.raises(UsageError, match=r"fabric\.clip_gradients"):
+                fabric.strategy.clip_gradients_value(module, optimizer, clip_val=0.5)
+    assert torch.equal(module.weight.grad, torch.tensor([[0.5, 0.5]]))
+
+
+def test_a_strategy_names_the_backend_of_its_processes() -> None:
+    for device, backend in (("cpu", "gloo"), ("cuda", "nccl")):
+        devices = [torch.device(device, 0)]
+        assert DDPStrategy(parallel_devices=devices)._get_process_group_backend() == backend
+    named = FSDPStrategy(process_group_backend="mpi")
+    assert named._get_process_group_backend() == "mpi"
 
 
 def test_the_sharding_strategy_is_the_enumeration_of_torch() -> None:
