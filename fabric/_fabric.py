@@ -96,6 +96,7 @@ from fabric.tree import Tree
 from fabric.world import World
 
 if TYPE_CHECKING:
+    from fabric.checkpoint.save_load import CheckpointCoordinator
     from fabric.optim.step_guard import StepGuard
     from fabric.tools.timeline import Timings
 
@@ -1685,8 +1686,7 @@ class Fabric:
             CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
                 the path exists and is not a checkpoint of the same kind.
         """
-        session = self._ensure_session("save")
-        with session.checkpoint_coordinator(phase="save") as coordinator:
+        with self._checkpoint_coordinator("save") as coordinator:
             return coordinator.save(
                 path, state, filter=filter, trainable_only=trainable_only, async_=async_
             )
@@ -1765,7 +1765,7 @@ class Fabric:
         if rng:
             # This process keeps these streams if the checkpoint has no streams for it.
             self._seed_per_rank(session)
-        with session.checkpoint_coordinator(phase="load") as coordinator:
+        with self._checkpoint_coordinator("load") as coordinator:
             return coordinator.load(path, state, strict=strict, rng=rng, weights_only=refuses_code)
 
     def load_raw(
@@ -2229,6 +2229,15 @@ class Fabric:
                 self._session.attach(Timeline(self._session))
             self._register_exit_handler()
         return self._session
+
+    def _checkpoint_coordinator(
+        self, method_name: str
+    ) -> AbstractContextManager["CheckpointCoordinator"]:
+        """Return the context in which ``save`` and ``load`` run. Its value makes them.
+
+        ``method_name`` is the name of the method, for errors and hang reports.
+        """
+        return self._ensure_session(method_name).checkpoint_coordinator(phase=method_name)
 
     @contextmanager
     def _ending_session(self) -> Iterator[None]:

@@ -3,8 +3,8 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -21,6 +21,10 @@ from fabric._fabric import _single_or_tuple, _without_schedulers
 from fabric._plan import _parse_accelerator
 from fabric._torch import compile_as, uncompiled
 from fabric.accelerators import Accelerator
+from fabric.checkpoint.encoding import KeyPath, to_json
+from fabric.checkpoint.save_load import CheckpointCoordinator
+from fabric.checkpoint.sharded import ShardedCheckpoint
+from fabric.checkpoint.state import check_plain
 from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.module import FabricModule
@@ -465,7 +469,8 @@ class Fabric(_Fabric):
     ) -> Any:
         """Save a checkpoint to a path, which may begin with ``~`` and contain variables.
 
-        A filter of an entry that is not saved as a dict has no effect, as in Lightning.
+        A filter of an entry that is not saved as a dict has no effect, as in Lightning. Objects
+        that need pickle are saved in a file. Only ``load(path, weights_only=False)`` reads them.
 
         Raises:
             ArgumentTypeError: The filter is not a dict of functions.
@@ -474,6 +479,17 @@ class Fabric(_Fabric):
         if filter is not None:
             filter = _effective_filters(filter, state)
         return super().save(_expand(path), state, filter=filter, **kwargs)
+
+    @contextmanager
+    def _checkpoint_coordinator(self, method_name: str) -> Iterator[CheckpointCoordinator]:
+        """Yield the object that saves and loads checkpoints.
+
+        As in Lightning, a file may have values that need pickle, which ``fabric.Fabric`` refuses.
+        """
+        with super()._checkpoint_coordinator(method_name) as coordinator:
+            if not isinstance(coordinator.io, ShardedCheckpoint):  # a folder has no pickle
+                coordinator = replace(coordinator, check_value=_note_pickle)
+            yield coordinator
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint from a path, which may begin with ``~`` and contain variables."""
@@ -673,6 +689,29 @@ def _as_inexact(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor
     return tensor.double()
+
+
+def _note_pickle(name: str, value: Any) -> None:
+    """Print once, on the first rank, that a checkpoint needs pickle, if an entry does.
+
+    Raises:
+        ArgumentTypeError: The entry has a tensor without its values, such as a shard.
+    """
+
+    def check(path: KeyPath, item: Any) -> None:
+        """Handle an item that is not a plain collection or scalar."""
+        try:
+            check_plain(name, item)
+        except ArgumentTypeError:
+            if isinstance(item, Tensor):
+                raise
+            _note(
+                "a checkpoint may have objects that need pickle. Such a file loads with "
+                "weights_only=False only, which runs the code that the file names"
+            )
+
+    # Called for what check() does: the JSON is not needed.
+    to_json(value, check, (name,))
 
 
 @rank_zero_only

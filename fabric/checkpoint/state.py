@@ -29,6 +29,7 @@ from fabric.tree import map_tensors
 __all__ = [
     "FORMAT_VERSION",
     "METADATA_KEY",
+    "CheckValue",
     "Filter",
     "ModuleState",
     "MutableState",
@@ -55,6 +56,7 @@ MutableState = MutableMapping[str, Any]
 PlainState = dict[str, Any]  # plain values by name, see [Note: plain state]
 Filter = Mapping[str, Callable[[str, Any], bool]]  # see select_content()
 ModuleState = Callable[[nn.Module], State]  # see StateDicts.of_module()
+CheckValue = Callable[[str, Any], None]  # raises for an entry that is not saved, see check_plain()
 
 _MAX_NAMES = 12  # names that an error gives in full before it only counts the others
 
@@ -137,17 +139,21 @@ class StateDicts:
         """
         return self.strategy.full_state(content)
 
-    def read(self, state: State) -> PlainState:
+    def read(self, state: State, check_value: CheckValue) -> PlainState:
         """Return the states of objects that have one, and other values unchanged.
 
         No tensor is copied.
 
+        Args:
+            state: names and objects.
+            check_value: is called with the name and the value of each entry without a state.
+
         Raises:
-            ArgumentTypeError: an entry is not plain, contains itself, or is a ``DataLoader`` that
-                is not set up.
+            ArgumentTypeError: ``check_value`` has refused an entry, or an entry contains itself or
+                is a ``DataLoader`` that is not set up.
             ConfigurationError: an entry is called ``"__fabric__"``.
         """
-        check_entries(state)
+        check_entries(state, check_value)
         content = dict(state)
         for name, value in state.items():
             if isinstance(value, nn.Module):
@@ -260,12 +266,16 @@ def _frozen_names(module: nn.Module) -> set[str]:
     return names
 
 
-def check_entries(state: State) -> None:
-    """Raise unless ``state`` is a mapping of names to plain values and objects with a state.
+def check_entries(state: State, check_value: CheckValue) -> None:
+    """Raise unless ``state`` is a mapping of names to accepted values and objects with a state.
+
+    Args:
+        state: names and objects.
+        check_value: raises for a value that is not accepted. See :func:`check_plain`.
 
     Raises:
-        ArgumentTypeError: ``state`` is not a mapping, or an entry can neither be saved as a plain
-            value nor restored in place.
+        ArgumentTypeError: ``state`` is not a mapping, or an entry can neither be saved as a value
+            nor restored in place.
         ConfigurationError: an entry has the name of fabric's metadata.
     """
     if not isinstance(state, Mapping):
@@ -277,7 +287,7 @@ def check_entries(state: State) -> None:
         raise ConfigurationError("a checkpoint", problem, expected="any other name")
     for name, value in state.items():
         if not is_stateful(value):
-            check_plain(name, value)
+            check_value(name, value)
 
 
 def is_stateful(value: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ArgumentTypeError, ConfigurationError, UnsafeCheckpointError
 from fabric.world import World
 from fabric_compat import Fabric, is_wrapped
 from fabric_compat.accelerators import (
@@ -941,6 +941,63 @@ def test_a_filter_of_a_plain_value_has_no_effect(tmp_path: Path) -> None:
             fabric.save(path, state, filter={"model": "weight"})
         with pytest.raises(ValueError, match="no such entry"):
             fabric.save(path, state, filter={"modle": refuse})
+
+
+class Buffer(list[int]):
+    """A list with its own class, as of a replay buffer, which only pickle can rebuild."""
+
+    name = ""
+
+
+def test_objects_that_need_pickle_are_saved_and_load_only_with_weights_only_false(
+    tmp_path: Path, capfd: Any
+) -> None:
+    path = tmp_path / "checkpoint.pt"
+    buffer = Buffer([1, 2])
+    buffer.name = "first"
+    module = nn.Linear(1, 1)
+    _note.__wrapped__.cache_clear()
+    with single() as fabric:
+        model = fabric.setup(module)
+        fabric.save(path, {"model": model, "step": 3})
+        assert "pickle" not in capfd.readouterr().err
+        state: dict[str, Any] = {"model": model, "buffer": buffer, "array": numpy.ones(2)}
+        fabric.save(path, state)
+        fabric.save(path, state)
+        assert capfd.readouterr().err.count("loads with weights_only=False only") == 1
+        # As in Lightning, no code of the file runs unless the user asks for it.
+        for options in ({}, {"weights_only": None}, {"weights_only": True}):
+            with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
+                fabric.load(path, **options)
+        content = fabric.load(path, weights_only=False)
+        assert (type(content["buffer"]), content["buffer"], content["buffer"].name) == (
+            Buffer,
+            [1, 2],
+            "first",
+        )
+        weight = module.weight.detach().clone()
+        nn.init.zeros_(module.weight)
+        state.update(buffer=Buffer(), array=None)
+        fabric.load(path, state, weights_only=False)
+        assert torch.equal(module.weight, weight)
+        assert state["buffer"].name == "first"
+        assert state["array"].tolist() == [1, 1]
+
+
+def test_a_tensor_without_values_is_refused_beside_objects_that_need_pickle(tmp_path: Path) -> None:
+    state = {"entry": [numpy.ones(2), torch.ones(2, device="meta")]}
+    with single() as fabric, pytest.raises(ArgumentTypeError, match="meta device"):
+        fabric.save(tmp_path / "checkpoint.pt", state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_of_an_object_that_pickle_refuses_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    with single() as fabric:
+        fabric.save(path, {"step": 3})
+        with pytest.raises(Exception, match="lambda"):
+            fabric.save(path, {"step": 4, "function": lambda: None})
+        assert fabric.load(path)["step"] == 3
 
 
 def test_the_path_of_a_checkpoint_may_have_variables_and_a_tilde(
