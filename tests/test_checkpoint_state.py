@@ -75,7 +75,8 @@ STATE_DICTS = StateDicts(TorchStrategy(), prepared_module)
 
 
 def save(state, filter=None, trainable_only=False):
-    content = select_content(state, STATE_DICTS.read(state), filter, trainable_only)
+    content = STATE_DICTS.read(state, check_plain)
+    content = select_content(state, content, filter, trainable_only)
     for name, value in content.items():
         check_plain(name, value)
     return content
@@ -85,7 +86,7 @@ def load(loaded, state, strict=True):
     if state is None:
         return restore(loaded, {}, STATE_DICTS, strict)
     pop_metadata(loaded)
-    check_fits(loaded, state, STATE_DICTS.of_module, strict)
+    check_fits(loaded, state, STATE_DICTS.of_module, strict, check_plain)
     return restore(loaded, state, STATE_DICTS, strict)
 
 
@@ -294,7 +295,7 @@ def test_no_module_is_asked_before_the_other_entries_are_checked():
     modules = []
     state_dicts = replace(STATE_DICTS, prepared_module=modules.append)
     with pytest.raises(ArgumentTypeError):
-        state_dicts.read({"model": nn.Linear(1, 1), "f": print})
+        state_dicts.read({"model": nn.Linear(1, 1), "f": print}, check_plain)
     assert modules == []
 
 
