@@ -12,7 +12,6 @@ _INSTEAD = {
     "TransformerEngine": (
         "precision='bf16-mixed', or te.fp8_autocast() around the forward pass in your own code"
     ),
-    "Spike": "compare the loss with a running mean in your loop",
 }
 
 

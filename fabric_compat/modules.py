@@ -32,9 +32,10 @@ _MODULES_OF_FABRIC = {
         utilities utilities.apply_func utilities.cloud_io utilities.consts utilities.data
         utilities.device_dtype_mixin utilities.device_parser utilities.distributed utilities.enums
         utilities.exceptions utilities.imports utilities.init utilities.load utilities.logger
-        utilities.optimizer utilities.rank_zero utilities.registry utilities.seed utilities.spike
+        utilities.optimizer utilities.rank_zero utilities.registry utilities.seed
         utilities.throughput utilities.types utilities.warnings
     """,
+    "spike": "utilities.spike",
     "testing": "utilities.testing",
     "wrappers": "wrappers",
 }

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning_utilities.core import rank_zero as _rank_zero
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.enums import StrEnum as LightningEnum
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.checkpoint.stateful import Stateful as _Stateful
@@ -114,6 +115,7 @@ _PARAMETERS = Iterator[nn.Parameter]
 group = dist.group
 _IS_WINDOWS = sys.platform == "win32"
 _IS_INTERACTIVE = is_interactive()
+_TORCHMETRICS_GREATER_EQUAL_1_0_0 = RequirementCache("torchmetrics>=1.0.0")
 
 
 Optimizable = Optimizer

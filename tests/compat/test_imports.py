@@ -164,7 +164,6 @@ REFUSED = {
     "from lightning.fabric.plugins import BitsandbytesPrecision as B; B('nf4')": (
         "before fabric.setup(model)"
     ),
-    "from lightning.fabric.utilities.spike import SpikeDetection as S; S()": "a running mean",
     "from lightning.fabric.plugins import Nothing": "cannot import name 'Nothing'",
 }
 

@@ -48,6 +48,7 @@ from fabric_compat.plugins import (
     TorchCheckpointIO,
     TorchCollective,
 )
+from fabric_compat.spike import SpikeDetection, TrainingSpikeException
 from fabric_compat.strategies import DDPStrategy, SingleDeviceStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
 from fabric_compat.utilities import (
@@ -1061,3 +1062,63 @@ def test_an_attribute_dictionary_reads_and_writes_its_entries() -> None:
     assert state == {"step": 2}
     with pytest.raises(AttributeError, match="'AttributeDict' object has no attribute 'loss'"):
         _ = state.loss
+
+
+def batch_of_spike(fabric: Fabric, losses: list[float]) -> int | None:
+    """Return the number of the batch at which the callbacks end the run."""
+    for index, loss in enumerate(losses):
+        try:
+            fabric.call(
+                "on_train_batch_end",
+                fabric=fabric,
+                loss=torch.tensor(loss),
+                batch=None,
+                batch_idx=index,
+            )
+        except TrainingSpikeException:
+            return index
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "spike"),
+    [
+        ({}, [1.0, 0.9, 5.0], 2),
+        ({}, [1.0, 0.9, 2.5], None),
+        ({}, [1.0, 0.9, float("nan")], 2),
+        ({}, [1.0, 0.9, float("-inf")], 2),
+        ({"finite_only": False}, [1.0, float("nan"), float("-inf"), 0.9, float("inf")], 4),
+        ({"mode": "max"}, [1.0, 9.0, -20.0], 2),
+        ({"warmup": 3}, [1.0, 9.0, 90.0, 900.0], 3),
+        ({"atol": 10.0}, [1.0, 5.0, 20.0], 2),
+        ({"rtol": None, "atol": 1.0}, [1.0, 1.5, 2.5], 2),
+        ({"window": 1}, [1.0, 2.5, 7.0], None),
+    ],
+)
+def test_a_loss_that_jumps_ends_the_run(
+    options: Any, losses: list[float], spike: int | None, tmp_path: Path
+) -> None:
+    callback = SpikeDetection(exclude_batches_path=tmp_path / "new", **options)
+    with single(callbacks=[callback]) as fabric:
+        assert batch_of_spike(fabric, losses) == spike
+    file = tmp_path / "new" / "skip_batches.json"
+    if spike is None:
+        assert not file.exists()
+    else:
+        assert json.loads(file.read_text()) == [spike - 1, spike]
+    copied = SpikeDetection()
+    copied.load_state_dict(callback.state_dict())
+    assert copied.state_dict() == callback.state_dict()
+
+
+def spike_on_the_second_rank(fabric: Fabric) -> int | None:
+    last_loss = 9.0 if fabric.global_rank == 1 else 0.8
+    return batch_of_spike(fabric, [1.0, 0.9, last_loss])
+
+
+def test_a_loss_that_jumps_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
+    callback = SpikeDetection(exclude_batches_path=tmp_path / "bad.json")
+    assert in_ranks(spike_on_the_second_rank, callbacks=[callback]) == [2, 2]
+    assert json.loads((tmp_path / "bad.json").read_text()) == [1, 2]
+    with pytest.raises(ValueError, match="mode='low': expected 'min' or 'max'"):
+        SpikeDetection(mode="low")  # type: ignore[arg-type]
