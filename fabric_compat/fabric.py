@@ -28,7 +28,7 @@ from fabric.checkpoint.state import check_plain
 from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.module import FabricModule
-from fabric.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import FSDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
@@ -43,6 +43,7 @@ from fabric_compat.plugins import (
     ClusterEnvironment,
     Precision,
     precision_object,
+    set_default_rank,
 )
 from fabric_compat.utilities import (
     _distributed_sampler,
@@ -97,6 +98,7 @@ class Fabric(_Fabric):
         elif isinstance(strategy, SingleDeviceStrategy):
             # Processes of a launcher may each have a single device. They do not form a job.
             options.setdefault("environment", "none")
+        precision_name = options["precision"]
         options["precision"] = sorted_plugins.get("precision", options["precision"])
         if options["precision"] is not None:
             options["precision"] = precision_object(options["precision"])
@@ -113,9 +115,22 @@ class Fabric(_Fabric):
         # Scripts read Lightning's private attributes _strategy and _precision.
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
+        if isinstance(precision_name, str | int) and self._replaces_float16():
+            set_default_rank()
+            _note("precision='16-mixed' on CPUs is 'bf16-mixed'")
+            self._precision = precision_object("bf16-mixed")
         # The object with Lightning's methods takes the place of fabric's precision.
         self._plan = replace(self._plan, precision=self._precision)
         self.strategy.precision = self._precision
+
+    def _replaces_float16(self) -> bool:
+        """Return whether the precision is ``"16-mixed"`` on CPUs, where Lightning uses bfloat16.
+
+        The strategies that shard compute in float16.
+        """
+        is_sharded = isinstance(self.strategy, FSDPStrategy)
+        is_float16 = self._precision.name == "16-mixed"
+        return is_float16 and self.accelerator.name == "cpu" and not is_sharded
 
     def _plan_process(self, cluster: ClusterEnvironment) -> None:
         """Tell the strategy the ranks, the device and the environment, before the launch.

@@ -164,7 +164,6 @@ def test_a_collective_may_be_the_first_call_of_a_script(
         ("64-true", torch.float64),
         ("bf16-true", torch.bfloat16),
         ("bf16-mixed", torch.bfloat16),
-        ("16-mixed", torch.float16),
     ],
 )
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
@@ -201,6 +200,28 @@ def test_autocast_makes_tensors_of_the_dtype_of_a_true_precision(
 ) -> None:
     with single(precision=precision) as fabric:
         with fabric.autocast():
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"precision": "16-mixed"}, "bf16-mixed"),
+        ({"precision": 16, "strategy": "ddp"}, "bf16-mixed"),
+        ({"precision": "16-mixed", "strategy": "fsdp"}, "16-mixed"),
+        ({"plugins": MixedPrecision("16-mixed", "cpu")}, "16-mixed"),
+    ],
+)
+def test_16_bit_mixed_precision_is_that_of_bfloat16_on_cpus(
+    options: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _note.__wrapped__.cache_clear()
+    with single(**options) as fabric:
+        assert fabric.precision.name == fabric.strategy.precision.name == name
+        with fabric.autocast():
+            output = nn.Linear(2, 2)(torch.ones(1, 2))
+        assert output.dtype == fabric.precision.compute_dtype
+    is_replaced = "'16-mixed' on CPUs is 'bf16-mixed'" in capsys.readouterr().err
+    assert is_replaced == (name == "bf16-mixed")
+
+
             assert torch.zeros(1).dtype == dtype
         assert torch.zeros(1).dtype == torch.float32
 
@@ -506,9 +527,11 @@ def clip_without_a_module(fabric: Fabric, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("module", ["None", "not set up"])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_clipping_takes_no_module_or_one_that_is_not_set_up(module: str, precision: str) -> None:
-    for results in in_ranks(clip_without_a_module, module, precision=precision):
+@pytest.mark.parametrize("precision", [Precision("32-true"), MixedPrecision("16-mixed", "cpu")])
+def test_clipping_takes_no_module_or_one_that_is_not_set_up(
+    module: str, precision: Precision
+) -> None:
+    for results in in_ranks(clip_without_a_module, module, plugins=precision):
         assert results == pytest.approx((5.0, 0.4), rel=1e-5)
 
 

@@ -208,7 +208,9 @@ def test_a_strategy_clips_the_gradients_of_an_optimizer() -> None:
     assert torch.allclose(module.weight.grad, torch.tensor([[0.6, 0.7]]))
     # The gradients may be those of a scaled loss.
     for precision in ("16-mixed", "bf16-mixed"):
-        with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        # A plugin, because the name would stand for bfloat16 on the CPU.
+        plugin = precision_object(precision)
+        with Fabric(accelerator="cpu", devices=1, plugins=plugin) as fabric:
             assert isinstance(fabric.strategy, SingleDeviceStrategy)
             if precision == "bf16-mixed":
                 fabric.strategy.clip_gradients_value(module, optimizer, clip_val=0.5)
