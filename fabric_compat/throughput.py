@@ -139,7 +139,7 @@ class ThroughputMonitor(Throughput):
             step = self.step + 1
         self.step = step
         metrics = self.compute(**kwargs)
-        self._fabric.log_dict(metrics, step)
+        self._fabric.log_dict(metrics=metrics, step=step)
         return metrics
 
 

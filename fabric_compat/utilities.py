@@ -161,16 +161,21 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """Seed Python, NumPy and torch, and return the seed.
 
     Args:
-        seed: The seed. The default is the variable ``PL_GLOBAL_SEED``, or 0 without the variable.
+        seed: The seed. The default is the variable ``PL_GLOBAL_SEED``. Without the variable it is
+            0, with a warning.
         workers: Whether the workers of loaders get random streams that differ by worker and by
             rank, in ``setup_dataloaders``.
-        verbose: Whether rank 0 prints the seed.
+        verbose: Whether rank 0 prints the seed, and warns.
 
     Raises:
         ValueError: The seed or the variable is not an integer from 0 to 2**32 - 1.
     """
-    value = os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed
-    seed = seeding.seed_everything(int(value))
+    if seed is None:
+        if verbose and "PL_GLOBAL_SEED" not in os.environ:
+            set_default_rank()
+            _rank_zero.rank_zero_warn("No seed found, seed set to 0", stacklevel=5)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    seed = seeding.seed_everything(int(seed))
     if verbose:
         rank_zero_info(f"Seed set to {seed}")
     os.environ["PL_GLOBAL_SEED"] = str(seed)
@@ -227,10 +232,25 @@ def _generate_seed_sequence(
 
 
 def _collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
-    return seeding.rng_state()
+    """Return the states of the random streams, under Lightning's names and fabric's.
+
+    ``"torch.cuda"`` is the list of the states of all CUDA devices, which is empty as long as this
+    process has used none. This function starts no device.
+    """
+    if not include_cuda:
+        return seeding.RandomStreams(("python", "numpy", "torch")).state()
+    states = seeding.rng_state()
+    states["torch.cuda"] = []
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state_all()
+    return states
 
 
-_set_rng_states = seeding.set_rng_state
+def _set_rng_states(rng_state_dict: dict[str, Any]) -> None:
+    """Restore the random streams to a result of :func:`_collect_rng_states`, or to Lightning's."""
+    seeding.set_rng_state(rng_state_dict)
+    if "torch.cuda" in rng_state_dict:
+        torch.cuda.set_rng_state_all(rng_state_dict["torch.cuda"])
 
 
 @contextmanager
@@ -287,16 +307,26 @@ def convert_tensors_to_scalars(data: Any) -> Any:
 
 def _to_number(tensor: Tensor) -> Any:
     if tensor.numel() != 1:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a number")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} does not contain a single element"
+        )
     return tensor.item()
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader's sampler and batch sampler, if they have this method."""
-    for name in ("sampler", "batch_sampler"):
-        sampler: Any = getattr(dataloader, name, None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+    """Call ``set_epoch`` of a loader's samplers that have this method.
+
+    These are the sampler, the batch sampler, and the sampler of the batch sampler.
+    """
+    batch_sampler: Any = getattr(dataloader, "batch_sampler", None)
+    samplers: list[Any] = [getattr(dataloader, "sampler", None), batch_sampler]
+    inner_sampler = getattr(batch_sampler, "sampler", None)
+    if inner_sampler is not samplers[0]:
+        samplers.append(inner_sampler)
+    for sampler in samplers:
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
@@ -312,11 +342,26 @@ def sized_len(dataloader: Any) -> int | None:
 
 
 def has_len(dataloader: Any) -> bool:
-    return sized_len(dataloader) is not None
+    """Return whether a loader has a length. A length of 0 is a warning."""
+    length = sized_len(dataloader)
+    if length == 0:
+        set_default_rank()
+        _rank_zero.rank_zero_warn(
+            f"`{type(dataloader).__name__}` returned 0 length. Its dataset may be empty, or "
+            "smaller than a batch under drop_last=True",
+            stacklevel=5,
+        )
+    return length is not None
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the number of loader workers that each process of this machine should have."""
+    """Return the number of loader workers that each process of this machine should have.
+
+    Raises:
+        ValueError: The number of processes, ``local_world_size``, is below 1.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}")
     return max(1, available_cores() // local_world_size - 1)
 
 
@@ -378,18 +423,34 @@ def _distributed_is_initialized() -> bool:
 
 
 def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int = 3) -> bool:
-    """Return whether all processes see the same folder at ``path``.
+    """Return whether all processes see the same file or folder at ``path``.
 
-    The default of ``path`` is the current folder. ``timeout`` has no effect. Collective: every rank
-    must call it.
+    The default of ``path`` is the current folder. A path with a scheme, such as ``s3://``, is
+    shared. ``timeout`` has no effect. Collective: every rank must call it.
+
+    Raises:
+        FileNotFoundError: A process has no file or folder at ``path``.
     """
-    if strategy.runtime.world.num_nodes == 1:
+    if path is not None and not _is_local_file_protocol(path):
         return True
+    if strategy.world_size == 1:
+        return True
+    folder = Path(path or ".").resolve()
+    path_of_first_rank = strategy.broadcast(str(folder))
+    if not strategy.reduce_boolean_decision(path_of_first_rank == str(folder)):
+        return False
+    if not strategy.reduce_boolean_decision(folder.exists()):
+        raise FileNotFoundError(
+            "Unable to determine if the path belongs to a shared filesystem. A process has no "
+            f"{folder}: create it on every node first"
+        )
+    if folder.is_file():
+        folder = folder.parent
     # Rank 0 creates a file, and each rank looks for it.
     with ExitStack() as stack:
         file_name = None
         if strategy.is_global_zero:
-            file = stack.enter_context(NamedTemporaryFile(dir=path or "."))
+            file = stack.enter_context(NamedTemporaryFile(dir=folder))
             file_name = file.name
         file_name = strategy.broadcast(file_name)
         return strategy.reduce_boolean_decision(Path(file_name).exists())
@@ -586,6 +647,30 @@ def _as_dict(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(item, MutableMapping) for item in value):
         return dict(enumerate(value))
     return value
+
+
+def _sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with text or results in place of classes and functions."""
+    return {name: _sanitize_callable(value) for name, value in params.items()}
+
+
+def _sanitize_callable(value: Any) -> Any:
+    """Return the name of a class, the result of a function, and other values unchanged.
+
+    A function that needs arguments, fails, or returns another function is replaced by its name.
+    """
+    if isinstance(value, type):
+        return value.__name__
+    if not callable(value):
+        return value
+    name = getattr(value, "__name__", None)
+    try:
+        result = value()
+    except Exception:  # noqa: BLE001 - the function is the user's
+        return name
+    if callable(result):
+        return name
+    return result
 
 
 def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,13 +53,21 @@ from fabric_compat.strategies import DDPStrategy, SingleDeviceStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
 from fabric_compat.utilities import (
     AttributeDict,
+    _collect_rng_states,
     _move_state_into,
+    _sanitize_callable_params,
+    _set_rng_states,
+    _set_sampler_epoch,
     _sync_ddp_if_available,
+    convert_tensors_to_scalars,
+    has_len,
+    is_shared_filesystem,
     isolate_rng,
     pl_worker_init_function,
     rank_zero_debug,
     rank_zero_info,
     seed_everything,
+    suggested_max_num_workers,
 )
 from fabric_compat.wrappers import (
     _FabricDataLoader,
@@ -193,14 +201,6 @@ def test_outputs_are_float32_and_inputs_are_cast(
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
-)
-def test_autocast_makes_tensors_of_the_dtype_of_a_true_precision(
-    precision: Any, dtype: torch.dtype
-) -> None:
-    with single(precision=precision) as fabric:
-        with fabric.autocast():
-@pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"precision": "16-mixed"}, "bf16-mixed"),
@@ -222,6 +222,14 @@ def test_16_bit_mixed_precision_is_that_of_bfloat16_on_cpus(
     assert is_replaced == (name == "bf16-mixed")
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
+)
+def test_autocast_makes_tensors_of_the_dtype_of_a_true_precision(
+    precision: Any, dtype: torch.dtype
+) -> None:
+    with single(precision=precision) as fabric:
+        with fabric.autocast():
             assert torch.zeros(1).dtype == dtype
         assert torch.zeros(1).dtype == torch.float32
 
@@ -638,6 +646,77 @@ def test_seeding_is_a_static_method_with_a_default(monkeypatch: Any) -> None:
         Fabric.seed_everything(-1)
 
 
+def test_seeding_without_a_seed_warns_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    with patch.dict(os.environ), isolate_rng():
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        with pytest.warns(UserWarning, match="No seed found, seed set to 0") as warnings:
+            assert seed_everything() == 0
+        assert warnings[0].filename == __file__
+        assert seed_everything() == 0
+
+
+def test_random_states_have_the_names_of_lightning() -> None:
+    states = _collect_rng_states()
+    assert states["torch.cuda"] == [] or torch.cuda.is_initialized()
+    first = random.random(), torch.rand(1)
+    # Lightning's states have tuples, and none of fabric's own names.
+    states["numpy"] = numpy.random.get_state()
+    _set_rng_states(states)
+    assert (random.random(), torch.rand(1)) == first
+    assert _collect_rng_states(include_cuda=False).keys() == {"python", "numpy", "torch"}
+
+
+@dataclass
+class EpochSampler:
+    """A sampler that knows its epoch, and the sampler that it takes samples from."""
+
+    sampler: Any = None
+    epoch: int = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0]])
+
+
+def test_all_samplers_of_a_loader_are_told_the_epoch() -> None:
+    batches = EpochSampler(sampler=EpochSampler())
+    loader = DataLoader([1.0], batch_sampler=batches)  # type: ignore[arg-type]
+    _set_sampler_epoch(loader, 3)
+    assert (batches.epoch, batches.sampler.epoch) == (3, 3)
+    _set_sampler_epoch(DataLoader([1.0]), 3)
+
+
+def test_helpers_of_loaders_and_loggers_say_what_is_wrong(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    with pytest.warns(UserWarning, match="`DataLoader` returned 0 length") as warnings:
+        assert has_len(DataLoader([]))  # type: ignore[arg-type]
+    assert warnings[0].filename == __file__
+    with pytest.raises(ValueError, match="`local_world_size` should be >= 1, got 0"):
+        suggested_max_num_workers(0)
+    with pytest.raises(ValueError, match=r"of shape \(3,\) does not contain a single element"):
+        convert_tensors_to_scalars({"loss": torch.ones(3)})
+
+
+def test_hyperparameters_that_can_be_called_become_names_or_results() -> None:
+    params = {
+        "lr": 0.1,
+        "layer": nn.Linear,
+        "number": lambda: 3,
+        "activation": nn.functional.relu,
+        "factory": lambda: nn.functional.relu,
+    }
+    assert _sanitize_callable_params(params) == {
+        "lr": 0.1,
+        "layer": "Linear",
+        "number": 3,
+        "activation": "relu",
+        "factory": "<lambda>",
+    }
+
+
 def test_messages_of_rank_0_go_to_the_logger_of_lightning(
     monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -903,7 +982,7 @@ def test_loggers_get_keywords_and_values_of_every_type(tmp_path: Path) -> None:
     with single(loggers=[KeywordLogger(), file_logger]) as fabric:
         fabric.log_dict({"sample": "a, b", "loss": torch.ones(1), "step": 9}, step=4)
         assert fabric.logger.row == ({"sample": "a, b", "loss": 1.0, "step": 9}, 4)
-        with pytest.raises(ValueError, match=r"shape \(2,\) is not a number"):
+        with pytest.raises(ValueError, match=r"shape \(2,\) does not contain a single"):
             fabric.log("loss", torch.ones(2))
         replacement = KeywordLogger()
         fabric._loggers = [replacement]
@@ -1145,3 +1224,20 @@ def test_a_loss_that_jumps_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> No
     assert json.loads((tmp_path / "bad.json").read_text()) == [1, 2]
     with pytest.raises(ValueError, match="mode='low': expected 'min' or 'max'"):
         SpikeDetection(mode="low")  # type: ignore[arg-type]
+
+
+def shared_paths(fabric: Fabric, folder: Path) -> list[bool]:
+    own_folder = folder / str(fabric.global_rank)
+    own_folder.mkdir()
+    paths = [None, folder, folder / "file", own_folder, "s3://bucket/data"]
+    shared = [is_shared_filesystem(fabric.strategy, path) for path in paths]
+    with pytest.raises(FileNotFoundError, match="absent: create it on every node first"):
+        is_shared_filesystem(fabric.strategy, folder / "absent")
+    return shared
+
+
+def test_paths_that_all_ranks_see_are_shared(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert in_ranks(shared_paths, tmp_path) == [[True, True, True, False, True]] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "0", "1"}
+    assert is_shared_filesystem(SingleDeviceStrategy("cpu"), tmp_path / "absent")
