@@ -107,6 +107,11 @@ class Precision(FabricPrecision):
         """The dtype to which the floating inputs of a module are cast."""
         return self.param_dtype or torch.float32
 
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        """The name of :attr:`input_dtype` that subclasses of Lightning's classes read."""
+        return self.input_dtype
+
     def convert_input(self, data: Any) -> Any:
         """Cast the floating tensors in the inputs of a module, except under ``"32-true"``."""
         if self.name == "32-true":
@@ -149,6 +154,9 @@ class Precision(FabricPrecision):
     teardown = _do_nothing
 
 
+_MIXED_NAMES = ("16-mixed", "bf16-mixed")
+
+
 class MixedPrecision(Precision):
     """``"16-mixed"`` or ``"bf16-mixed"``.
 
@@ -162,11 +170,17 @@ class MixedPrecision(Precision):
     def __init__(
         self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
     ) -> None:
+        # fabric passes an object, and scripts pass a name. Lightning takes no alias, such as 16.
+        if not isinstance(precision, FabricPrecision) and precision not in _MIXED_NAMES:
+            raise ValueError(
+                f"Passed `{type(self).__name__}({precision=})`. "
+                "Precision must be '16-mixed' or 'bf16-mixed'"
+            )
         super().__init__(precision)
-        if self.compute_dtype is None:
-            raise ValueError(f"{precision=!r}: MixedPrecision is '16-mixed' or 'bf16-mixed'")
         if scaler is not None and self.loss_scale is None:
-            raise ValueError(f"{scaler=!r}: {self.name!r} needs no scaler")
+            raise ValueError(
+                f"`precision={self.name!r}` does not use a scaler, found {scaler}: leave it out"
+            )
         # The dataclass is frozen: an assignment would raise.
         vars(self).update(device=device, _scaler=scaler)
         if scaler is not None:
@@ -217,9 +231,16 @@ class FSDPPrecision(Precision):
     def __init__(self, precision: Any, scaler: Any = None) -> None:
         super().__init__(precision)
         if self.name == "64-true":
-            raise ValueError("FSDPPrecision('64-true'): write Fabric(precision='64-true')")
+            raise ValueError(
+                f"`{precision=}` is not supported in FSDP. `precision` must be one of: '32-true', "
+                "'16-true', 'bf16-true', '16-mixed', 'bf16-mixed'. Fabric(precision='64-true') "
+                "computes in float64"
+            )
         if scaler is not None:
-            raise ValueError(f"{scaler=!r}: write plugins=MixedPrecision('16-mixed', scaler=...)")
+            raise ValueError(
+                f"`{precision=}` does not use a scaler, found {scaler}: write "
+                "plugins=MixedPrecision('16-mixed', scaler=...)"
+            )
 
     @property
     def mixed_precision_config(self) -> MixedPrecisionConfig:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -426,16 +427,26 @@ def test_a_scaler_says_where_the_scale_begins() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     assert precision.scaler is scaler
+    assert precision.loss_scale is not None
+    assert precision.loss_scale.init_scale == 2.0**10
     assert MixedPrecision("bf16-mixed", "cpu").scaler is None
     default = MixedPrecision("16-mixed", "cpu")
     assert default.loss_scale is not None
     assert default.scaler.get_scale() == default.loss_scale.init_scale
-    with pytest.raises(ValueError, match="needs no scaler"):
+    with pytest.raises(ValueError, match="`precision='bf16-mixed'` does not use a scaler, found"):
         MixedPrecision("bf16-mixed", "cpu", scaler)
-    with pytest.raises(ValueError, match="MixedPrecision is '16-mixed' or 'bf16-mixed'"):
-        MixedPrecision("32-true", "cpu")
-    assert precision.loss_scale is not None
-    assert precision.loss_scale.init_scale == 2.0**10
+
+
+@pytest.mark.parametrize("name", ["32-true", "16", 16, "bf16"])
+def test_a_mixed_precision_takes_two_names_and_no_alias(name: Any) -> None:
+    expected = f"Passed `MixedPrecision(precision={name!r})`. Precision must be '16-mixed' or "
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        MixedPrecision(name, "cpu")
+
+
+def test_subclasses_read_the_dtype_of_the_inputs() -> None:
+    assert HalfPrecision("bf16-true")._desired_input_dtype == torch.bfloat16
+    assert MixedPrecision("16-mixed", "cpu")._desired_input_dtype == torch.float16
 
 
 class Callback:
