@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.flop_counter import FlopCounterMode
 
 _RATES = {"batches": "batches_per_sec", "samples": "samples_per_sec", "lengths": "items_per_sec"}
@@ -170,23 +171,36 @@ _PEAKS = {
     "h100 pcie": _Peak(756e12, 378e12),
     "h100": _Peak(989e12, 494e12),
     "a100": _Peak(312e12, 156e12),
+    "a6000": _Peak(154.8e12, 77.4e12),
+    "a40": _Peak(149.7e12, 74.8e12),
     "l40s": _Peak(362e12, 183e12),
+    "l40": _Peak(181e12, 90.5e12),
     "l4": _Peak(121e12, 60e12),
     "a10g": _Peak(70e12, 35e12),
     "a10": _Peak(125e12, 62e12),
     "v100": _Peak(125e12, 15.7e12),
     "t4": _Peak(65e12, 8.1e12),
+    "quadro rtx 5000": _Peak(89.2e12, 11.2e12),
     "4090": _Peak(165e12, 82.6e12),
     "3090": _Peak(71e12, 35.6e12),
 }
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """Return the peak of a CUDA device for a dtype, in FLOPs a second, or None if unknown."""
+    """Return the peak of a CUDA device for a dtype, in FLOPs a second.
+
+    Returns:
+        The peak, or None if the device is no CUDA device or unknown. The latter is a warning.
+    """
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device).lower()
     for model, peak in _PEAKS.items():
         if model in device_name:
             return int(peak.half if "16" in str(dtype) else peak.single)
+    rank_zero_warn(
+        f"FLOPs not found for {device_name!r}: without Throughput(available_flops=...) there is "
+        "no 'mfu'",
+        stacklevel=5,
+    )
     return None

@@ -51,7 +51,12 @@ from fabric_compat.plugins import (
 )
 from fabric_compat.spike import SpikeDetection, TrainingSpikeException
 from fabric_compat.strategies import DDPStrategy, SingleDeviceStrategy
-from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
+from fabric_compat.throughput import (
+    Throughput,
+    ThroughputMonitor,
+    get_available_flops,
+    measure_flops,
+)
 from fabric_compat.utilities import (
     AttributeDict,
     _collect_rng_states,
@@ -447,6 +452,19 @@ def test_a_mixed_precision_takes_two_names_and_no_alias(name: Any) -> None:
 def test_subclasses_read_the_dtype_of_the_inputs() -> None:
     assert HalfPrecision("bf16-true")._desired_input_dtype == torch.bfloat16
     assert MixedPrecision("16-mixed", "cpu")._desired_input_dtype == torch.float16
+
+
+def test_the_peak_of_an_unknown_device_is_a_warning(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    device = torch.device("cuda")
+    with patch("torch.cuda.get_device_name", return_value="NVIDIA L40"):
+        assert get_available_flops(device, torch.bfloat16) == 181e12
+    with (
+        patch("torch.cuda.get_device_name", return_value="GPU 1"),
+        pytest.warns(UserWarning, match="FLOPs not found for 'gpu 1'") as warnings,
+    ):
+        assert get_available_flops(device, torch.bfloat16) is None
+    assert warnings[0].filename == __file__
 
 
 class Callback:
