@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from inspect import BoundArguments, Signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision as MixedPrecisionConfig
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from fabric.checkpoint.file import FullCheckpoint
@@ -241,6 +242,17 @@ class FSDPPrecision(Precision):
                 f"`{precision=}` does not use a scaler, found {scaler}: write "
                 "plugins=MixedPrecision('16-mixed', scaler=...)"
             )
+
+    @cached_property
+    def scaler(self) -> ShardedGradScaler | None:
+        """The object with the settings of the loss scale, as in :class:`MixedPrecision`."""
+        if self.loss_scale is None:
+            return None
+        return ShardedGradScaler(
+            "cuda" if torch.cuda.is_available() else "cpu",
+            init_scale=self.loss_scale.init_scale,
+            growth_interval=self.loss_scale.growth_interval,
+        )
 
     @property
     def mixed_precision_config(self) -> MixedPrecisionConfig:

@@ -137,6 +137,16 @@ def test_the_precision_of_fsdp_has_a_configuration_for_the_strategy(
     assert policy.param_dtype == dtype
 
 
+def test_the_precision_of_fsdp_has_a_scaler_if_it_scales_the_loss() -> None:
+    precision = FSDPPrecision("16-mixed")
+    scaler = precision.scaler
+    assert scaler is precision.scaler
+    assert scaler is not None
+    assert precision.loss_scale is not None
+    assert scaler._init_scale == precision.loss_scale.init_scale
+    assert FSDPPrecision("bf16-mixed").scaler is None
+
+
 def test_the_precision_of_fsdp_refuses_what_lightning_refuses() -> None:
     with pytest.raises(ValueError, match="64-true"):
         FSDPPrecision("64-true")
