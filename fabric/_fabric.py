@@ -2233,7 +2233,7 @@ class Fabric:
     def _checkpoint_coordinator(
         self, method_name: str
     ) -> AbstractContextManager["CheckpointCoordinator"]:
-        """Return the context in which ``save`` and ``load`` run. Its value makes them.
+        """Return the context of ``save`` and ``load``. Its value saves and loads checkpoints.
 
         ``method_name`` is the name of the method, for errors and hang reports.
         """
