@@ -38,6 +38,7 @@ from torch.utils.data import (
 from fabric import seed as seeding
 from fabric import tree
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.errors import ConfigurationError
 from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import SkipRandomInit
 from fabric.world import available_cores
@@ -122,8 +123,8 @@ Optimizable = Optimizer
 Steppable = Optimizer
 
 
-class MisconfigurationException(Exception):
-    """An error for scripts to import. It is never raised: fabric raises ``fabric.errors``."""
+# The error of fabric for which Lightning has another name, so that a script catches it by either.
+MisconfigurationException = ConfigurationError
 
 
 class PossibleUserWarning(UserWarning):

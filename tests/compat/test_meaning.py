@@ -59,6 +59,7 @@ from fabric_compat.throughput import (
 )
 from fabric_compat.utilities import (
     AttributeDict,
+    MisconfigurationException,
     _collect_rng_states,
     _move_state_into,
     _sanitize_callable_params,
@@ -452,6 +453,13 @@ def test_a_mixed_precision_takes_two_names_and_no_alias(name: Any) -> None:
 def test_subclasses_read_the_dtype_of_the_inputs() -> None:
     assert HalfPrecision("bf16-true")._desired_input_dtype == torch.bfloat16
     assert MixedPrecision("16-mixed", "cpu")._desired_input_dtype == torch.float16
+
+
+def test_the_error_of_a_wrong_argument_has_the_name_of_lightning() -> None:
+    with pytest.raises(MisconfigurationException, match="devices=-2"):
+        Fabric(accelerator="cpu", devices=-2)
+    with pytest.raises(MisconfigurationException, match="of the script"):
+        raise MisconfigurationException("an error of the script")
 
 
 def test_the_peak_of_an_unknown_device_is_a_warning(monkeypatch: Any) -> None:
