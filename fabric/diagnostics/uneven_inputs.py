@@ -280,17 +280,29 @@ class UnevenInputDetector:
         # The first step of an iteration shows whether a neighbor takes the step in another loop.
         # Later steps have to be compared only if the numbers of batches differ.
         if is_first_step or self._batch_counts.may_differ:
-            step = Step(
-                progress=self._steps.progress(self._recorder.counts[JOB], is_shared),
-                kind=_kind_of_step(contract),
-                loader=latest.batch_count.loader,
-                iteration=latest.batch_count.iteration,
-                iterations=latest.number,
-                batches_of_previous_iteration=latest.batches_of_previous_iteration,
-            )
+            step = self._describe_step(contract, latest, is_shared)
             self._comparison.check_step(step, must_match_iteration)
         if self._can_skip_steps(contract):
             self._bypass.call_at_steps(None)  # ends the calls of this method
+
+    def _describe_step(
+        self, contract: GradientContract, latest: _Iteration, is_shared: bool
+    ) -> Step:
+        """Return the step that this rank is about to take, as neighbors compare it.
+
+        Args:
+            contract: the contract of the module that takes the step.
+            latest: the iteration that began last.
+            is_shared: whether all ranks take the step.
+        """
+        return Step(
+            progress=self._steps.progress(self._recorder.counts[JOB], is_shared),
+            kind=_kind_of_step(contract),
+            loader=latest.batch_count.loader,
+            iteration=latest.batch_count.iteration,
+            iterations=latest.number,
+            batches_of_previous_iteration=latest.batches_of_previous_iteration,
+        )
 
     def check(self, entry: Entry, collective: Collective) -> None:
         """Compare progress before a collective over all ranks. A check of the flight recorder.
