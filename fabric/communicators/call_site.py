@@ -125,8 +125,11 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=stacklevel)
 
 
-def _is_user_file(file: str) -> bool:
-    """Return whether a file is not part of fabric, torch or Python itself."""
+def _is_program_file(file: str) -> bool:
+    """Return whether a file is not part of fabric, torch or Python itself.
+
+    Unlike :func:`is_user_file`, this function takes Python's own modules for internal, too.
+    """
     if file.startswith(("<frozen", *_INTERNAL_PATHS)):
         return False
     # Installed packages count as the user's. Their folder, site-packages or dist-packages, is
@@ -146,7 +149,7 @@ def user_line(frame: FrameType | None) -> CallSite | None:
         frame: the innermost frame of the stack.
     """
     inner_frame = frame
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+    while frame is not None and not _is_program_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return user_call(inner_frame)
@@ -163,7 +166,7 @@ def user_frames(stack: str) -> str:
     for line in stack.splitlines():
         frame = _FRAME_OF_STACK.match(line)
         # A line that is no frame, such as "...", stays.
-        if frame is None or _is_user_file(frame["file"]):
+        if frame is None or _is_program_file(frame["file"]):
             lines.append(line)
     return "\n".join(lines)
 
