@@ -167,8 +167,8 @@ class EqualDrawsCheck:
 
         Does nothing before the last checked pass.
         """
-        # The loss of each checked pass is another one, since training changes the loss. Losses that
-        # stay the same may be equal on both replicas for any reason.
+        # Training changes the loss from pass to pass. Losses that stay the same may be equal on
+        # both replicas for any reason.
         has_trained = len(set(self._losses)) == _CHECKED_PASSES
         if not has_trained or not self._outputs or self.has_warned:
             return

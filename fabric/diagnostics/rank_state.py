@@ -88,7 +88,7 @@ class Wait:
 
     @property
     def differing_ranks(self) -> list[int]:
-        """The members that make another call in its place."""
+        """The members that make another call in place of the call of the waiting rank."""
         differing: list[int] = []
         for rank in self.members:
             if self.states[rank].makes_another_call_than(self.waiting):

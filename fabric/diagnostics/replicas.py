@@ -337,7 +337,7 @@ class ReplicaComparison:
                 comparison.steps_since,
                 may_shard_states=comparison.saved is None,
             )
-            # There are none if only some ranks have held a model that others have collected.
+            # Empty if the difference was a model that only some ranks had collected as garbage.
             if sentences:
                 self._raise_drift(comparison.request, sentences, comparison.steps)
 

@@ -77,6 +77,8 @@ class UnscaledLossCheck:
             UsageError: a backward pass without ``fabric.backward`` has added to its gradients,
                 and the user has not cleared them since.
         """
+        # Within a pass of Fabric, a hook may call the step. The gradients are those of the pass,
+        # and before_backward() has checked the earlier ones.
         if self._is_in_pass or not self._gradient_watch.has_unknown_pass(optimizer):
             return
         if has_gradients(optimizer):
