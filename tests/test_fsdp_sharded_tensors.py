@@ -1,6 +1,7 @@
 """Sharded tensors in the hands of the user: what errors say, and what works as on one device."""
 
 import copy
+import gc
 import subprocess
 import sys
 import warnings
@@ -351,6 +352,27 @@ def test_a_change_of_rows_of_a_sharded_tensor_is_not_lost_without_a_word() -> No
             assert "would be lost" in text
             if operator != "copy_":
                 assert text.startswith(f"UsageError: {operator}(...) of a part of a sharded tensor")
+
+
+def count_objects_of_row_reads(fabric: Fabric) -> int:
+    model = fabric.setup(Tower())
+    weight = model.head.weight.detach()
+
+    def read_rows() -> None:
+        for _ in range(50):
+            weight[0]
+
+    read_rows()
+    gc.collect()
+    before = len(gc.get_objects())
+    read_rows()
+    gc.collect()
+    return len(gc.get_objects()) - before
+
+
+def test_reading_rows_of_a_sharded_tensor_in_every_step_keeps_nothing() -> None:
+    for new_objects in run_sharded(count_objects_of_row_reads):
+        assert new_objects < 50
 
 
 def train_without_first_rows(fabric: Fabric) -> Tensors:

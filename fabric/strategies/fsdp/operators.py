@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -147,8 +147,15 @@ def handle_operators(rank: int) -> Callable[[], None]:
         A function that ends the replacement.
     """
     cleanup = ExitStack()
+
+    @cache  # only the first call does something
+    def watch_changes() -> None:
+        """Have in-place operators on DTensors call :func:`_change` from now on."""
+        functions_of_changes = dict.fromkeys(_CHANGES, partial(_change, rank))
+        cleanup.callback(handle_dtensor_operators(functions_of_changes))
+
     functions: dict[Any, Callable[..., Any]] = {_READ_NUMBER: partial(_read_number, rank)}
-    functions.update(dict.fromkeys(_PARTS, partial(_take_part, rank, cleanup)))
+    functions.update(dict.fromkeys(_PARTS, partial(_take_part, watch_changes)))
     functions.update(dict.fromkeys(_RANDOM_FILLS, partial(_fill_whole, rank)))
     functions.update(dict.fromkeys(_RANDOM_TENSORS, _draw_whole))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
@@ -189,17 +196,16 @@ def _read_number(rank: int, operator: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def _take_part(
-    rank: int, cleanup: ExitStack, operator: Any, args: tuple[Any, ...], kwargs: Any
+    watch_changes: Callable[[], None], operator: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Return a part of a DTensor, for operators such as ``select`` that index or split a tensor.
 
     If the ranks had to gather the part, it is a copy, and a change of it in place would be lost.
-    From the first copy on, in-place operators on DTensors call :func:`_change`, which refuses the
-    change. They do not before, because this costs time and most programs never make a copy.
+    In-place operators on DTensors are watched from the first copy on, and not before, because this
+    costs time and most programs never make a copy.
 
     Args:
-        rank: the rank of this process, for errors.
-        cleanup: undoes all replacements of operators when the strategy is torn down.
+        watch_changes: has in-place operators refuse changes of copies. May be called again.
         operator: the operator.
         args: its arguments.
         kwargs: its keyword arguments.
@@ -213,8 +219,7 @@ def _take_part(
         parts = [result]
     for part in parts:
         if _was_gathered(part, args[0]):
-            functions = dict.fromkeys(_CHANGES, partial(_change, rank))
-            cleanup.callback(handle_dtensor_operators(functions))
+            watch_changes()
             break
     return result
 
