@@ -102,11 +102,9 @@ def _check_conversion(precision: Precision, device_type: str) -> None:
 
 
 def _check_forward_context(precision: Precision, device_type: str) -> None:
-    """Check that each call of ``forward_context`` returns a new context that restores all modes.
-
-    These are the modes of torch, such as autocast. A precision that returns one context object from
-    all calls fails: contexts are entered one within another, and again.
-    """
+    """Check that each Precision.forward_context is a new one and restores the modes of torch."""
+    # A precision that returns one context object from all calls fails here: contexts are entered
+    # one within another, and again.
     modes_before = _modes(device_type)
     for _ in range(2):
         with precision.forward_context(device_type), precision.forward_context(device_type):
