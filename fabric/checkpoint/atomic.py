@@ -116,15 +116,16 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
 
 
 def flush_during(request: str, file: BinaryIO, action: Callable[[], object] | None) -> None:
-    """Call ``action()`` while a thread flushes a file to the disk. Do nothing if it is None.
+    """Call ``action()`` while a thread flushes a file to the disk.
 
-    The thread only waits for the system, without the GIL. A background save has no action: the
-    interpreter may be ending, and then starts no threads.
+    The thread only waits for the system, without the GIL. If ``action`` is None, nothing is flushed
+    here: the file is flushed when it replaces its target. A save in the background has no action.
+    It could not start a thread either, since the interpreter may be ending.
 
     Args:
         request: what the user asked for, for errors.
         file: the file.
-        action: the function to call, whose errors are not converted.
+        action: the function to call, whose errors are not converted. None calls nothing.
 
     Raises:
         CheckpointError: the file system refuses.

@@ -182,12 +182,14 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce a buffer over the ranks, in place, and return it. Collective."""
-        # If the backend lacks the reduction, or a gather is faster, each rank reduces all buffers.
+        # If the backend lacks the reduction, or a gather is faster, the ranks exchange their
+        # buffers, and each rank reduces them by itself.
         if self._is_reduced_by_each_rank(buffer, op):
             buffers = self.all_gather(buffer).unbind()
             return buffer.copy_(fold(op, buffers))
         is_extremum = op in (Reduce.MIN, Reduce.MAX)
         if is_extremum and buffer.is_floating_point():
+            # A backend may ignore a NaN.
             return self._all_reduce_extremum(buffer, op)
         dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
         if op is Reduce.MEAN:

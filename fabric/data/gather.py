@@ -441,14 +441,14 @@ def _interleave(rank_values: Tensor, entries: int | None) -> Tensor:
     return rows[:entries].clone()
 
 
-def _drop_repetitions(rank_values: Tensor, entries: int | None) -> Tensor:
+def _drop_repetitions(rank_values: Tensor, num_ranks: int | None) -> Tensor:
     """Return the values of the ranks whose sample is not a repetition. Each rank has one sample.
 
     Args:
         rank_values: the value of each rank, with shape (ranks, ...).
-        entries: how many ranks, from rank 0 on, have a sample that is not a repetition. Samples are
-            assigned in the order of the ranks, so repetitions are on the last ranks. None for all
-            ranks.
+        num_ranks: how many ranks, from rank 0 on, have a sample that is not a repetition. Samples
+            are assigned in the order of the ranks, so repetitions are on the last ranks. None for
+            all ranks.
     """
     # A copy, so that the result does not keep the memory of the repetitions.
-    return rank_values[:entries].clone()
+    return rank_values[:num_ranks].clone()

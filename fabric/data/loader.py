@@ -547,7 +547,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         if self._loaded_position is not None and self._loaded_position["epoch"] != number:
             self._loaded_position = None
         self._next_epoch = number
-        self._latest_position = None
+        self._latest_position = None  # state_dict() now describes the beginning of this epoch
         self._forward_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:

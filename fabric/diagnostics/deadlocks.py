@@ -116,7 +116,9 @@ def describe_ranks_by_call(ranks_by_call: Mapping[str, list[int]]) -> list[str]:
 
 
 def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:
-    """Return the deadlocked ranks in the odd call. See :func:`ranks_of_odd_call`.
+    """Return the deadlocked ranks in the call that differs from the others.
+
+    See :func:`ranks_of_odd_call` for which call that is.
 
     Args:
         states: the states of all ranks, by rank.

@@ -209,9 +209,11 @@ class StepComparison:
     ) -> NoReturn:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
-        The rank that is in the later loop ran out of batches in the loop before. This is the rank
-        that has begun more iterations. Ties are decided by the number of batches in the iteration
-        before, and then by the number of the rank, so that both ranks name the same rank.
+        One loop is later than the other, such as that of the validation after that of the training.
+        The rank in the later loop is the *early* one: it ran out of batches in the loop before.
+        This is the rank that has begun more iterations. With equally many, the number of batches in
+        the iteration before decides, and then the number of the rank. These need not be right, but
+        both ranks name the same rank.
 
         Args:
             number: the number of the step.

@@ -1009,10 +1009,11 @@ class SetupChecks:
         self._backward.after.append(watch_after_backward)
 
     def before_completion(self, optimizer: Optimizer) -> None:
-        """Warn if the user has read gradients before clipping or a step completes them.
+        """Warn if the user has read gradients that are not complete yet.
 
-        The code is the same on all ranks as a rule, so the first rank warns for all. Only the first
-        steps of all optimizers are checked.
+        Clipping or a step is about to complete them: to average them, or to remove a loss scale or
+        loss weights. The code is the same on all ranks as a rule, so the first rank warns for all.
+        Only the first steps are checked, counted over all optimizers together.
         """
         if self._store.rank == 0 and self._step_calls <= _CHECKED_STEPS_OF_ALL:
             self._clipping_check.warn_of_reads(optimizer, _TURN_OFF)

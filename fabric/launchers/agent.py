@@ -1016,13 +1016,15 @@ def _read_process_identity(pid: str = "self") -> list[str]:
 def _has_ended(process: Sequence[str]) -> bool:
     """Return whether a process has certainly ended: it ran on this host, and is not there.
 
-    ``process`` is the result of :func:`_read_process_identity` in that process.
+    ``process`` is what :func:`_read_process_identity` has returned in that process: the boot of
+    its host, its namespace, its process id and its start time.
     """
     this_process = _read_process_identity()
     if not process or not this_process:
-        return False
+        return False  # not on Linux: nothing is known
     boot, namespace, process_id, _ = process
     if [boot, namespace] != this_process[:2]:  # another host, or another container
         return False
-    # Another process that got the same id later has another start time.
+    # Without a process of this id, the identity is empty. Another process that got the same id
+    # later has another start time.
     return _read_process_identity(process_id) != list(process)

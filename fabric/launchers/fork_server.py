@@ -157,9 +157,10 @@ class ForkServer:
     def find_hazard(self, while_waiting: Callable[[], object]) -> str:
         """Return why a forked rank could differ from one in a new interpreter, or an empty text.
 
-        Only for the server of a script. This method waits until the server has torch loaded,
-        without a time limit: a new interpreter would not load torch sooner. It ends the server if
-        there is a hazard, which later calls return again.
+        Only a server that :meth:`of_script` has made answers this request. This method waits until
+        the server has loaded torch. It has no time limit: ranks in new interpreters would have to
+        load torch, too, and would not start sooner. If there is a hazard, it ends the server, and
+        later calls return the same hazard.
 
         Args:
             while_waiting: is called several times per second. An error that it raises ends the

@@ -65,9 +65,9 @@ class KubeflowLogger:
         self._has_warned = False
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record the values. Send the latest of all metrics, at most once in five seconds.
+        """Record the values, and send the latest value of each metric if it is time.
 
-        Nothing is sent either while an earlier request is under way.
+        It is time if the latest request was sent five seconds ago, and has ended.
 
         Args:
             metrics: the values by the names of the metrics.

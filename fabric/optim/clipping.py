@@ -147,7 +147,7 @@ def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: fl
     if num_meshes > 1 or math.isinf(norm_type):
         return False
     # A mix of plain tensors and DTensors has two meshes, so all gradients are DTensors here.
-    return all(len(_sharded_dimensions(grad)) < 2 for grad in grads)
+    return all(len(_sizes_of_sharded_dimensions(grad)) < 2 for grad in grads)
 
 
 def _maximum_norm(grads: Sequence[Any]) -> Tensor:
@@ -193,7 +193,7 @@ def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
     device = _communication_device(grads)
     grads_by_number_of_shards: dict[int, list[Tensor]] = {}
     for grad in grads:
-        number_of_shards = math.prod(_sharded_dimensions(grad))  # 1 if it is not sharded
+        number_of_shards = math.prod(_sizes_of_sharded_dimensions(grad))  # 1 if it is not sharded
         grads_by_number_of_shards.setdefault(number_of_shards, []).append(local_tensor(grad))
     powers: list[Tensor] = []
     for number_of_shards, local_grads in grads_by_number_of_shards.items():
@@ -224,7 +224,7 @@ def _communication_device(grads: Sequence[Any]) -> str:
     return next(grad.device_mesh.device_type for grad in grads if _is_dtensor(grad))
 
 
-def _sharded_dimensions(grad: Any) -> list[int]:
+def _sizes_of_sharded_dimensions(grad: Any) -> list[int]:
     """Return the sizes of the mesh dimensions over which a gradient is sharded.
 
     The product is the number of different shards. The list is empty for a plain tensor.
