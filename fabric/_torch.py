@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -213,6 +213,11 @@ def clear_mesh_caches() -> None:
     dtensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
+# What handle_dtensor_operators() has been given and not removed, by operator. Several strategies of
+# a process, such as those of a teacher and a student, each give their own functions.
+_dtensor_functions: defaultdict[Any, list[Callable[..., Any]]] = defaultdict(list)
+
+
 def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[], None]:
     """Have functions called in place of ATen operators on DTensors.
 
@@ -221,7 +226,8 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
 
     Args:
         functions: for each operator, a function that gets the operator, its arguments and its
-            keyword arguments. An operator that has a function already keeps its function.
+            keyword arguments. An operator that has a function already keeps its function. If an
+            earlier call has set it, this function takes its place when it is removed.
 
     Returns:
         A function that removes these functions.
@@ -230,12 +236,19 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     for operator, function in functions.items():
+        _dtensor_functions[operator].append(function)
         handlers.setdefault(operator, function)
 
     def remove() -> None:
         """Remove the functions, but no function that others have set since."""
         for operator, function in functions.items():
-            if handlers.get(operator) is function:
+            remaining = _dtensor_functions[operator]
+            remaining.remove(function)
+            if handlers.get(operator) is not function:
+                continue
+            if remaining:
+                handlers[operator] = remaining[0]
+            else:
                 del handlers[operator]
 
     return remove

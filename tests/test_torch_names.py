@@ -584,7 +584,11 @@ def test_a_function_is_called_in_place_of_an_operator_on_dtensors_until_the_end(
     end_of_second()
     assert sharded.sum().item() == 3.0
     assert torch.tensor([2.0]).item() == 2.0
+    # At the end of the first function, one that was given later takes its place.
+    end_of_third = _torch.handle_dtensor_operators({operator: lambda *_: 5.0})
     end()
+    assert sharded.sum().item() == 5.0
+    end_of_third()
     assert sharded.sum().item() == 2.0
 
 
