@@ -1,5 +1,6 @@
 """Throughput over a window of steps, as Lightning Fabric counts it."""
 
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -165,8 +166,9 @@ class _Peak(NamedTuple):
     single: float  # float32, on the tensor cores where they support it
 
 
-# By a substring of the device's name. The first match counts, so "h100 pcie" is before "h100".
+# By words in the device's name. The first match counts, so "h100 pcie" is before "h100".
 _PEAKS = {
+    "gh200": _Peak(989e12, 494e12),
     "h200": _Peak(989e12, 494e12),
     "h100 pcie": _Peak(756e12, 378e12),
     "h100": _Peak(989e12, 494e12),
@@ -196,7 +198,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         return None
     device_name = torch.cuda.get_device_name(device).lower()
     for model, peak in _PEAKS.items():
-        if model in device_name:
+        # As whole words: an RTX A4000 is no A40.
+        if re.search(rf"\b{model}\b", device_name):
             return int(peak.half if "16" in str(dtype) else peak.single)
     rank_zero_warn(
         f"FLOPs not found for {device_name!r}: without Throughput(available_flops=...) there is "

@@ -467,6 +467,14 @@ def test_the_peak_of_an_unknown_device_is_a_warning(monkeypatch: Any) -> None:
     device = torch.device("cuda")
     with patch("torch.cuda.get_device_name", return_value="NVIDIA L40"):
         assert get_available_flops(device, torch.bfloat16) == 181e12
+    with patch("torch.cuda.get_device_name", return_value="NVIDIA A100-SXM4-80GB"):
+        assert get_available_flops(device, torch.float32) == 156e12
+    # An RTX A4000 is no A40.
+    with (
+        patch("torch.cuda.get_device_name", return_value="NVIDIA RTX A4000"),
+        pytest.warns(UserWarning, match="FLOPs not found for 'nvidia rtx a4000'"),
+    ):
+        assert get_available_flops(device, torch.bfloat16) is None
     with (
         patch("torch.cuda.get_device_name", return_value="GPU 1"),
         pytest.warns(UserWarning, match="FLOPs not found for 'gpu 1'") as warnings,
