@@ -98,6 +98,9 @@ class Fabric(_Fabric):
         elif isinstance(strategy, SingleDeviceStrategy):
             # Processes of a launcher may each have a single device. They do not form a job.
             options.setdefault("environment", "none")
+        if str(options["num_nodes"]) == str(_DEFAULTS["num_nodes"]):
+            # As in Lightning, the default leaves the number to a launcher that knows it.
+            options["num_nodes"] = "auto"
         precision_name = options["precision"]
         options["precision"] = sorted_plugins.get("precision", options["precision"])
         if options["precision"] is not None:

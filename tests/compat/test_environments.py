@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from fabric.errors import ConfigurationError
+from fabric_compat import Fabric
 from fabric_compat.plugins import (
     KubeflowEnvironment,
     LightningEnvironment,
@@ -62,6 +64,18 @@ def hosts(tmp_path: Path, monkeypatch: Any) -> None:
 def set_variables(monkeypatch: Any, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_nodes": 1}, {"num_nodes": 2}])
+def test_the_launcher_says_how_many_nodes_there_are(
+    options: dict[str, int], monkeypatch: Any
+) -> None:
+    set_variables(monkeypatch, {**TORCHRUN, **MASTER, "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(ConfigurationError, match="job of 2 node"):
+        Fabric(accelerator="cpu", devices=2, num_nodes=3)
+    fabric = Fabric(accelerator="cpu", devices=2, **options)
+    assert fabric.world_size == 4
+    assert fabric.strategy.num_nodes == 2
 
 
 @pytest.mark.parametrize("case", CASES)
