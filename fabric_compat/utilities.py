@@ -431,6 +431,7 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
 
     Raises:
         FileNotFoundError: A process has no file or folder at ``path``.
+        OSError: Rank 0 cannot create a file there. All ranks raise it.
     """
     if path is not None and not _is_local_file_protocol(path):
         return True
@@ -450,10 +451,19 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
     # Rank 0 creates a file, and each rank looks for it.
     with ExitStack() as stack:
         file_name = None
+        problem = None
         if strategy.is_global_zero:
-            file = stack.enter_context(NamedTemporaryFile(dir=folder))
-            file_name = file.name
-        file_name = strategy.broadcast(file_name)
+            try:
+                file_name = stack.enter_context(NamedTemporaryFile(dir=folder)).name
+            except OSError as error:
+                problem = str(error)
+        # Also after an error: the other ranks wait for this message.
+        file_name, problem = strategy.broadcast((file_name, problem))
+        if problem is not None:
+            raise OSError(
+                f"Unable to determine if {folder} is shared: the first rank cannot create a file "
+                f"in it ({problem}). Pass a folder that can be written"
+            )
         return strategy.reduce_boolean_decision(Path(file_name).exists())
 
 

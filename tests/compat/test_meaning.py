@@ -1278,6 +1278,9 @@ def shared_paths(fabric: Fabric, folder: Path) -> list[bool]:
     shared = [is_shared_filesystem(fabric.strategy, path) for path in paths]
     with pytest.raises(FileNotFoundError, match="absent: create it on every node first"):
         is_shared_filesystem(fabric.strategy, folder / "absent")
+    # Rank 0 alone tries to create a file.
+    with pytest.raises(OSError, match="Unable to determine if /proc is shared: the first rank"):
+        is_shared_filesystem(fabric.strategy, "/proc")
     return shared
 
 
