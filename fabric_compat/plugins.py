@@ -450,8 +450,15 @@ class Collective:
         return self
 
     def teardown(self) -> Self:
-        """Destroy the group that this object owns."""
-        self.destroy_group(self.group)
+        """Destroy the group that this object owns.
+
+        Raises:
+            RuntimeError: This object owns no group.
+        """
+        if self._group is None:
+            # Not self.group, which may be the group of the whole job: others use that, too.
+            raise RuntimeError(f"{type(self).__name__} does not own a group to destroy")
+        self.destroy_group(self._group)
         self._group = None
         return self
 
