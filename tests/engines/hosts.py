@@ -139,5 +139,8 @@ class Hosts:
         return output
 
     def kill(self, host: str) -> None:
-        """Kill all processes of a host."""
-        self.run("host-a", "sh", "-c", f"ip netns pids {host} | xargs kill -9")
+        """Kill all processes of a host, until the host has none."""
+        # A process of the list may end by itself before kill reaches it, which is no failure.
+        kill_all = f"ip netns pids {host} | xargs --no-run-if-empty kill -9 || true"
+        wait = f'while [ -n "$(ip netns pids {host})" ]; do {kill_all}; sleep 0.01; done'
+        self.run("host-a", "sh", "-c", wait, seconds=60)
