@@ -56,6 +56,7 @@ from fabric_compat.utilities import (
 )
 from fabric_compat.wrappers import _FabricDataLoader, _FabricModule, mark_set_up
 
+# The arguments of Fabric that have an environment variable, such as LT_DEVICES, and their defaults.
 _DEFAULTS = {
     "accelerator": "auto",
     "strategy": "auto",
@@ -73,15 +74,43 @@ _REGISTRIES = {
 class Fabric(_Fabric):
     """:class:`fabric.Fabric` with Lightning's arguments and results.
 
+    The arguments may be positional, in Lightning's order.
+
     Args:
+        accelerator: As in ``fabric``.
+        strategy: As in ``fabric``.
+        devices: As in ``fabric``.
+        num_nodes: The number of nodes. The default leaves the number to a launcher that knows it.
+        precision: As in ``fabric``.
         plugins: A precision, an environment and a format of checkpoints, as objects of
             :mod:`fabric_compat.plugins`.
-        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision``,
-            ``callbacks`` and ``loggers``.
+        callbacks: As in ``fabric``.
+        loggers: As in ``fabric``.
+        **options: The other arguments of ``fabric``.
     """
 
-    def __init__(self, *, plugins: Any = None, **options: Any) -> None:
-        options = _with_variables({**_DEFAULTS, **options})
+    def __init__(
+        self,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: Any = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+        **options: Any,
+    ) -> None:
+        options.update(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            callbacks=callbacks,
+            loggers=loggers,
+        )
+        options = _with_variables(options)
         _replace_registered_names(options)
         strategy = options["strategy"]
         sorted_plugins = _sort_plugins(as_list(plugins))

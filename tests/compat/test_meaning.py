@@ -1,5 +1,6 @@
 """Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
 
+import inspect
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +101,20 @@ def in_ranks(function: Any, *args: Any, **options: Any) -> list[Any]:
 
 def single(**options: Any) -> Fabric:
     return Fabric(accelerator="cpu", devices=1, **options)
+
+
+def test_the_arguments_of_fabric_may_be_positional() -> None:
+    strategy = DDPStrategy(timeout=timedelta(seconds=5))
+    plugin = TorchCheckpointIO()
+    with Fabric("cpu", strategy, 2, 1, "bf16-mixed", plugin, [], CSVLogger("runs")) as fabric:
+        assert fabric.strategy is strategy
+        assert fabric.world_size == 2
+        assert fabric.precision.name == "bf16-mixed"
+        assert fabric.strategy.checkpoint_io is plugin
+        assert isinstance(fabric.logger, CSVLogger)
+    # Command lines are made from the signature.
+    parameters = inspect.signature(Fabric).parameters
+    assert [parameters[name].default for name in ("strategy", "devices")] == ["auto", "auto"]
 
 
 def collectives(fabric: Fabric) -> Any:
