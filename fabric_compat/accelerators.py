@@ -1,6 +1,5 @@
 """Fabric's accelerators under Lightning's names."""
 
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -8,11 +7,15 @@ import torch
 
 from fabric import accelerators
 from fabric.accelerators import Accelerator
-from fabric_compat.missing import missing
+from fabric_compat.missing import INSTEAD, Missing, missing
 from fabric_compat.registry import Registry
 
-num_cuda_devices = torch.cuda.device_count
 is_cuda_available = torch.cuda.is_available
+
+
+def num_cuda_devices() -> int:
+    """Return the number of visible GPUs. Tests replace this function to pretend that GPUs exist."""
+    return torch.cuda.device_count()
 
 
 __getattr__ = partial(missing, __name__)
@@ -66,6 +69,9 @@ class CUDAAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
 ):
     """The GPUs of NVIDIA and AMD."""
 
+    def device_count(self) -> int:
+        return num_cuda_devices()
+
 
 class MPSAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
     _LightningAccelerator,
@@ -74,17 +80,37 @@ class MPSAccelerator(  # pyright: ignore[reportIncompatibleMethodOverride]
     """The GPU of a Mac."""
 
 
+class XLAAccelerator(Missing):
+    """The TPU, which is never available here. Scripts ask for a TPU before they choose hardware."""
+
+    instead = INSTEAD["XLA"]
+
+    @staticmethod
+    def is_available() -> bool:
+        return False
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 0
+
+
 class _AcceleratorRegistry(Registry):
     """The accelerators of this process."""
 
     _kind = "accelerator"
 
-    def available_accelerators(self) -> set[str]:
-        return set(self)
+    def available_accelerators(self) -> list[str]:
+        """Return the names in alphabetical order. This machine may lack the hardware."""
+        return sorted(self)
 
 
 ACCELERATOR_REGISTRY = _AcceleratorRegistry(
-    {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
+    {
+        "cpu": CPUAccelerator,
+        "cuda": CUDAAccelerator,
+        "mps": MPSAccelerator,
+        "tpu": XLAAccelerator,
+    }
 )
 
 
@@ -105,16 +131,31 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         num_devices: The number of devices. The default, -1, stands for all usable devices.
 
     Raises:
-        ValueError: Fewer than ``num_devices`` devices can be used.
+        ValueError: The machine has fewer than ``num_devices`` devices, or none.
+        RuntimeError: Other processes use so many devices that fewer than ``num_devices`` are left.
     """
+    if num_devices == 0:
+        return []
+    count = num_cuda_devices()
+    if count == 0 or num_devices > count:
+        raise ValueError(
+            f"find_usable_cuda_devices({num_devices}): this process sees {count} CUDA devices"
+        )
     usable: list[int] = []
-    for index in range(torch.cuda.device_count()):
+    occupied: list[int] = []
+    for index in range(count):
         if len(usable) == num_devices:
             break
         # torch raises if another process uses the device exclusively.
-        with suppress(RuntimeError):
-            torch.ones(1, device=torch.device("cuda", index))
+        try:
+            torch.tensor(0, device=torch.device("cuda", index))
+        except RuntimeError:
+            occupied.append(index)
+        else:
             usable.append(index)
     if num_devices not in (-1, len(usable)):
-        raise ValueError(f"num_devices={num_devices}: of the CUDA devices {usable} can be used")
+        raise RuntimeError(
+            f"find_usable_cuda_devices({num_devices}): only the CUDA devices {usable} can be used. "
+            f"Other processes use the devices {occupied}"
+        )
     return usable

@@ -34,7 +34,11 @@ from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
-from fabric_compat.accelerators import ACCELERATOR_REGISTRY, with_lightning_methods
+from fabric_compat.accelerators import (
+    ACCELERATOR_REGISTRY,
+    MPSAccelerator,
+    with_lightning_methods,
+)
 from fabric_compat.environments import find_cluster_environment
 from fabric_compat.loggers import Loggers
 from fabric_compat.plugins import (
@@ -77,7 +81,7 @@ class Fabric(_Fabric):
     The arguments may be positional, in Lightning's order.
 
     Args:
-        accelerator: As in ``fabric``.
+        accelerator: As in ``fabric``. ``"gpu"`` is also the GPU of a Mac.
         strategy: As in ``fabric``.
         devices: As in ``fabric``.
         num_nodes: The number of nodes. The default leaves the number to a launcher that knows it.
@@ -112,6 +116,9 @@ class Fabric(_Fabric):
         )
         options = _with_variables(options)
         _replace_registered_names(options)
+        if options["accelerator"] == "gpu":
+            options["accelerator"] = "mps" if MPSAccelerator.is_available() else "cuda"
+        _refuse_missing_hardware(options["accelerator"])
         strategy = options["strategy"]
         sorted_plugins = _sort_plugins(as_list(plugins))
         _refuse_plugins_set_twice(sorted_plugins, options)
@@ -622,6 +629,34 @@ def _replace_registered_names(options: dict[str, Any]) -> None:
         name = options[argument]
         if isinstance(name, str) and registry.of_user(name):
             options[argument] = registry.get(name)
+
+
+class MissingHardwareError(ConfigurationError, RuntimeError):
+    """This machine lacks the hardware.
+
+    Lightning raises a ``RuntimeError``, and ``fabric`` a ``ConfigurationError``.
+    """
+
+
+def _refuse_missing_hardware(accelerator: Any) -> None:
+    """Raise a MissingHardwareError if this machine lacks the hardware of an accelerator.
+
+    Other values of the argument of ``Fabric`` are left to ``fabric``: ``"auto"``, and names that
+    Lightning does not know.
+    """
+    if isinstance(accelerator, Accelerator):
+        hardware = accelerator
+    elif isinstance(accelerator, str) and accelerator in ACCELERATOR_REGISTRY:
+        # Not an object: a script can ask the class of the TPU, and has no object of this class.
+        hardware = ACCELERATOR_REGISTRY[accelerator]["accelerator"]
+    else:
+        return
+    if not hardware.is_available():
+        raise MissingHardwareError(
+            f"Fabric(accelerator={accelerator!r})",
+            problem="there is none on this machine, or torch was built without it",
+            expected='"auto" or "cpu"',
+        )
 
 
 def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 # What to use instead, by a part of the names.
-_INSTEAD = {
+INSTEAD = {
     "XLA": "there are no TPUs here; accelerator='cuda' or 'cpu'",
     "DeepSpeed": (
         "strategy='fsdp', which shards all states; FSDPStrategy(cpu_offload=True) offloads them"
@@ -49,7 +49,7 @@ def missing(module: str, name: str) -> Any:
     Raises:
         AttributeError: Lightning Fabric has no such name, as far as this module knows.
     """
-    for feature, instead in _INSTEAD.items():
+    for feature, instead in INSTEAD.items():
         if feature.lower() not in name.lower():
             continue
         if name.endswith("_AVAILABLE"):

@@ -37,6 +37,8 @@ from fabric_compat.accelerators import (
     CPUAccelerator,
     CUDAAccelerator,
     MPSAccelerator,
+    XLAAccelerator,
+    find_usable_cuda_devices,
 )
 from fabric_compat.fabric import _note
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
@@ -115,6 +117,54 @@ def test_the_arguments_of_fabric_may_be_positional() -> None:
     # Command lines are made from the signature.
     parameters = inspect.signature(Fabric).parameters
     assert [parameters[name].default for name in ("strategy", "devices")] == ["auto", "auto"]
+
+
+def set_hardware(monkeypatch: Any, gpus: int, has_mps: bool) -> None:
+    monkeypatch.setattr("fabric_compat.accelerators.num_cuda_devices", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: has_mps)
+
+
+def test_hardware_that_is_missing_is_a_runtime_error(monkeypatch: Any) -> None:
+    set_hardware(monkeypatch, gpus=0, has_mps=False)
+    for accelerator in ("cuda", "mps", "gpu", "tpu", CUDAAccelerator()):
+        with pytest.raises(RuntimeError, match="there is none on this machine"):
+            Fabric(accelerator=accelerator)
+    # The remedies of the error.
+    assert Fabric("cpu").device == Fabric("auto").device == torch.device("cpu")
+
+
+def test_more_devices_than_there_are_is_an_error_of_lightning(monkeypatch: Any) -> None:
+    set_hardware(monkeypatch, gpus=2, has_mps=False)
+    with pytest.raises(MisconfigurationException, match="2 devices"):
+        Fabric(accelerator="cuda", devices=3)
+
+
+def test_gpu_is_also_the_gpu_of_a_mac(monkeypatch: Any) -> None:
+    set_hardware(monkeypatch, gpus=0, has_mps=True)
+    assert Fabric(accelerator="gpu", devices=1).device == torch.device("mps", 0)
+
+
+def test_a_script_may_ask_whether_there_is_a_tpu() -> None:
+    assert not XLAAccelerator.is_available()
+    assert XLAAccelerator.auto_device_count() == 0
+
+
+def test_usable_cuda_devices_are_found_or_an_error_says_why(monkeypatch: Any) -> None:
+    assert find_usable_cuda_devices(0) == []
+    set_hardware(monkeypatch, gpus=0, has_mps=False)
+    with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+        find_usable_cuda_devices()
+    set_hardware(monkeypatch, gpus=2, has_mps=False)
+    assert CUDAAccelerator.auto_device_count() == 2
+    with pytest.raises(ValueError, match="sees 2 CUDA devices"):
+        find_usable_cuda_devices(3)
+    with patch("torch.tensor", side_effect=RuntimeError("busy")):
+        with pytest.raises(RuntimeError, match=r"use the devices \[0, 1\]"):
+            find_usable_cuda_devices(2)
+        assert find_usable_cuda_devices() == []
+    with patch("torch.tensor"):
+        assert find_usable_cuda_devices() == [0, 1]
 
 
 def collectives(fabric: Fabric) -> Any:

@@ -411,7 +411,7 @@ def test_registries_hold_strategies_and_accelerators_of_fabric_and_of_the_user()
         STRATEGY_REGISTRY.remove("mine")
         ACCELERATOR_REGISTRY.remove("mine")
     assert "mine" not in STRATEGY_REGISTRY.available_strategies()
-    assert ACCELERATOR_REGISTRY.available_accelerators() == {"cpu", "cuda", "mps"}
+    assert ACCELERATOR_REGISTRY.available_accelerators() == ["cpu", "cuda", "mps", "tpu"]
     assert {"ddp", "fsdp", "model_parallel"} <= STRATEGY_REGISTRY.keys()
     spawning = STRATEGY_REGISTRY.get("ddp_spawn")
     assert type(spawning) is DDPStrategy
