@@ -171,21 +171,22 @@ class ProcessLauncher(base.Launcher):
         """
         start_process = self._start_process_function(call)
         worlds = base.node_worlds(spec.num_processes)
-        # As a context, the supervisor installs handlers of signals. The call of rank 0 needs those
-        # of the user.
+        # `with supervisor` installs signal handlers. If this process runs rank 0, the handlers of
+        # the user stay, and the supervisor is only closed at the end.
         context = closing(supervisor) if spec.runs_rank0_here else supervisor
         with context, closing(PrivateFile()) as argument_file:
             payload = None  # a forked rank has the call in its memory
             if self.name != "fork":
                 # An argument that cannot be pickled raises here, before a process is started.
                 payload = payload_of_call(call, argument_file.path)
-            # Only the supervisor's waits act on signals. One may have come during the pickling.
+            # The supervisor only records signals, until it waits for ranks. A signal may have
+            # arrived during the pickling.
             supervisor.raise_if_signaled()
             if spec.runs_rank0_here:
                 calling_rank = CallingRank(supervisor, worlds[0], spec.results)
                 supervisor.start(start_process, worlds[1:], payload, spec.results)
-                payload_here = payload or partial(partial, call.fn, *call.args, **call.kwargs)
-                pickled_results = calling_rank.run(payload_here)
+                # A payload returns the function to run. Under "fork", this is the call itself.
+                pickled_results = calling_rank.run(payload or call.bind)
             else:
                 supervisor.start(start_process, worlds, payload, spec.results)
                 pickled_results = supervisor.wait_for_ranks()
@@ -204,8 +205,7 @@ class ProcessLauncher(base.Launcher):
         if self.name == "spawn":
             return _spawn
         if self.name == "fork":
-            bound_call = partial(call.fn, *call.args, **call.kwargs)
-            return partial(_fork, bound_call)
+            return partial(_fork, call.bind())
         return fork_server().start_rank
 
 
@@ -359,6 +359,7 @@ def _changed_torch_settings() -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for setting in _TORCH_SETTINGS:
         value = getattr(torch, setting.getter)()
+        # The defaults are texts, since this module does not import torch.
         if str(value) != setting.default:
             changed[setting.setter] = value
     return changed
@@ -375,7 +376,7 @@ def _load_call(state: _LauncherState, pickled_call: bytes) -> Callable[[], Any]:
     if state.process_id != os.getpid():
         _take_over(state)
     call: Call = load(pickled_call)
-    return partial(call.fn, *call.args, **call.kwargs)
+    return call.bind()
 
 
 def _take_over(state: _LauncherState) -> None:
@@ -384,7 +385,7 @@ def _take_over(state: _LauncherState) -> None:
     # they are imported.
     os.environ.clear()
     os.environ.update(state.environment)
-    # Tracebacks show the code of notebook cells from here.
+    # The code of notebook cells, which is in no file. Tracebacks read it from this cache.
     linecache.cache.update(state.sources)
     # Sets sys.path. This comes before the call is loaded, which may import modules from there.
     multiprocessing.spawn.prepare(state.preparation)

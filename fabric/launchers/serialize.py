@@ -29,6 +29,10 @@ class Call(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
+    def bind(self) -> Callable[[], Any]:
+        """Return the function with its arguments bound."""
+        return partial(self.fn, *self.args, **self.kwargs)
+
 
 class PickledCall(NamedTuple):
     """A pickled call.
@@ -361,8 +365,9 @@ def _reducers_of(pickler_type: Any) -> Any:
 def _write_storage(file: BinaryIO, path: str, storage: Any) -> Any:
     """Write the storage of a tensor to a file, and return what a pickler stores instead of it.
 
-    The pickler calls this function for each storage. It stores the call of :func:`_read_storage`
-    that reads the storage again. A storage that is not on the CPU is pickled as usual.
+    The pickler calls this function for each storage, and stores the returned function with its
+    arguments. Unpickling then calls ``_read_storage(path, position, size, dtype)``. A storage that
+    is not on the CPU is pickled as usual.
 
     Args:
         file: the open file.
@@ -458,7 +463,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         # A view is cloned. Otherwise the whole storage of its base would be pickled.
         if storage_size != detached.nbytes:
             detached = detached.clone()
-    # detach() turns a Parameter into a plain Tensor.
+    # The pickler calls this function only for the types Tensor and Parameter. detach() turns a
+    # Parameter into a plain Tensor.
     is_parameter = type(tensor) is not type(detached)
     if is_parameter:
         detached = type(tensor)(detached, tensor.requires_grad)
