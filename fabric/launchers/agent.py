@@ -369,11 +369,13 @@ class _Coordinator:
                 node.newcomer = newcomer.agent_id
                 node.newcomer_since = now
             if current is not None:
+                # A newcomer on the same host has looked for the process of the earlier agent.
                 has_current_ended = newcomer.ended_agent == current.agent_id
                 if not has_current_ended and not self._is_lost(node, now):
                     self._refuse_if_current_agent_is_alive(node_rank)
-                    continue
+                    continue  # the newcomer asks again, and the next call decides again
                 self._end_ranks_of_replaced_agent(node_rank, now)
+            # The newcomer is admitted: it is now the agent of its machine.
             node.status = newcomer
             node.last_seen = now
             self._store.set(f"member/{node_rank}", newcomer.agent_id)
@@ -456,7 +458,8 @@ class _Coordinator:
         for node_rank, node in enumerate(self._nodes):
             self._add_cause_if_failed(node_rank, now)
             if self._is_lost(node, now):
-                continue  # its ranks have ended
+                # Its agent has ended its ranks, and the line above has added the cause.
+                continue
             end = self._end_in_this_generation(node)
             if end is None:
                 is_any_running = True
@@ -526,7 +529,11 @@ class _Coordinator:
         self._causes.append(cause)
 
     def _finish_generation(self, now: float) -> None:
-        """Restart or end the job, once no machine has ranks of the generation that has failed."""
+        """Restart or end the job, once no machine has ranks of the generation that has failed.
+
+        As long as a machine may have such ranks, this method returns, and :meth:`update` calls it
+        again a moment later.
+        """
         for node_rank, node in enumerate(self._nodes):
             # Failures that were noticed after the end of the generation count, too.
             self._add_cause_if_failed(node_rank, now)
@@ -618,13 +625,16 @@ class NodeAgent:
         self._state = _JobState()  # the latest state that the thread of the agent has read
         self._last_contact = time.monotonic()  # when machine 0 has last sent a new state
         self._fatal_problem = ""  # why this agent cannot go on, in words. Empty if it can.
-        # The generation that the main thread has to start. None if there is none.
+        # The generation (a start of the ranks on all machines) that the main thread has to start
+        # now. wait_for_generation() takes it and sets None.
         self._next_generation: Generation | None = None
         self._main_thread_wakeup = threading.Event()  # wakes the main thread
         self._agent_thread_wakeup = threading.Event()  # wakes the thread of the agent
         self._should_leave = False  # ends the thread of the agent
-        self._printed_notice = ""
+        self._printed_notice = ""  # the coordinator's notice that was printed last
         self._unprinted_report = ""  # the error of this machine's ranks, until it is printed
+        # The coordinator and the store of the agents are None on other machines than machine 0.
+        # _join_job() makes the coordinator, in the thread of the agent.
         self._coordinator: _Coordinator | None = None
         self._server: dist.TCPStore | None = None
         if config.node_rank == 0:
@@ -801,6 +811,7 @@ class NodeAgent:
             while not has_read_end and not self._should_leave:
                 self._exchange(store)
                 has_read_end = self._state.exit_code is not None
+                # The main thread sets the event if it has something to publish at once.
                 self._agent_thread_wakeup.wait(_INTERVAL)
                 self._agent_thread_wakeup.clear()
             self._leave(store)
@@ -888,14 +899,16 @@ class NodeAgent:
             self._coordinator.update()
         state = self._read_state(store)
         assert state is not None  # the coordinator publishes a state before it admits an agent
+        # The coordinator writes the id of the admitted agent of each machine to this key.
         node_rank = self._config.node_rank
         if store.get_nowait(f"member/{node_rank}") != self._status.agent_id.encode():
             self._fatal_problem = f"another command has become machine {node_rank} of this job"
             self._should_leave = True
         generation = self._follow_state(state)
         if generation is not None:
-            # Set last: the main thread then starts ranks, and should_end_ranks() compares the
-            # status with the state.
+            # wait_for_generation() returns the generation to the main thread, which starts the
+            # ranks. This comes last: from then on should_end_ranks() compares the generations of
+            # the status and of the state, which _follow_state() has made equal.
             self._next_generation = generation
             self._main_thread_wakeup.set()
 
@@ -910,7 +923,7 @@ class NodeAgent:
         store.publish("agent", asdict(self._status))
 
     def _follow_state(self, state: _JobState) -> Generation | None:
-        """Keep a state of the job, and update the status, which the next message publishes.
+        """Store the new state of the job, and update the status, which the next message publishes.
 
         Returns:
             The generation that this machine has to start now. The status then says that its ranks
