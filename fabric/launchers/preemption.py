@@ -175,7 +175,7 @@ class StopRequest:
         return self._agreed_call == _NO_CALL
 
     def _listen(self) -> None:
-        """Note signals from now on, and have the reporter's thread look for requests.
+        """Note signals from now on, and have the thread of the hang reports look for requests.
 
         The first call of :meth:`is_due` calls this method. :meth:`close` undoes it.
         """
@@ -189,7 +189,8 @@ class StopRequest:
         # None if fabric did not start this process.
         control_thread = ControlThread.of_this_process()
         if control_thread is not None:
-            # On a signal, the supervisor now gives this rank time to save before it ends the rank.
+            # Tells the supervisor that this rank saves on a signal. From now on, the supervisor
+            # gives the rank time to save before it ends the rank.
             control_thread.send("saving")
         elif not is_main_thread and not self._reads_ray:
             warnings.warn(
@@ -197,9 +198,12 @@ class StopRequest:
                 stacklevel=5,  # the line that reads should_stop
             )
         if self._reporter is not None:
-            # From now on is_due() only counts, until _poll() finds a request and holds this rank.
+            # is_due() returns False at once while the count of its calls is below _held_call. So
+            # from now on it only counts, until a rank is asked to stop. Then _poll() sets
+            # _held_call to the next call, in which the main thread waits for the other ranks.
             self._held_call = _NO_CALL
-            self._has_to_answer = True
+            self._has_to_answer = True  # the other ranks wait for an answer of this rank
+            # The thread of the hang reports calls each function of this list twice a second.
             self._reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
@@ -239,7 +243,7 @@ class StopRequest:
                 # alone, in each call of is_due().
                 self._communicator = LocalCommunicator(self._runtime.device)
                 self._reporter = None
-                self._held_call = 0
+                self._held_call = 0  # no count is below 0, so is_due() decides in each call
                 raise
 
     # See [Note: Stopping].
@@ -337,8 +341,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: Any = None) -> None:
         """Note that this rank is asked to stop.
 
-        This method is the handler of the signal ``number``. If the rank has a SignalHandler, that
-        is the handler, and calls this method without a frame.
+        In a rank that fabric started, the SignalHandler of the rank calls this method, without a
+        frame. In any other process, this method is itself the handler of the signal ``number``.
         """
         self._is_requested = True
         # If close() ran in a thread that could not restore the previous handler, the handler is
@@ -346,7 +350,7 @@ class StopRequest:
         if not self._is_listening and self._restore_handler(number):
             signal.raise_signal(number)
             return
-        # A handler of the user is called as well. A SignalHandler has called this method.
+        # A handler of the user is called as well. A SignalHandler is not, since it is the caller.
         previous_handler = self._previous_handlers.get(number)
         if callable(previous_handler) and not isinstance(previous_handler, SignalHandler):
             previous_handler(number, frame)
@@ -399,7 +403,7 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
     else:
         margin_seconds = margin.total_seconds()
     # SLURM sets both variables to the same job. They differ only if the shell has kept a variable
-    # of another job, whose end may be another.
+    # of an earlier job. Then the end time may be that of the earlier job, too.
     is_other_job = read_variable(env, "SLURM_JOBID") not in (None, job)
     has_ended = seconds_left <= 0
     if is_other_job or has_ended or seconds_left <= margin_seconds:
