@@ -281,10 +281,10 @@ class ControlThread(threading.Thread):
         """Prepare the thread in the process of the rank. ``start()`` starts it."""
         super().__init__(name="fabric-control", daemon=True)
         self.config = config
-        self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.report_request = ""
+        self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of a pool of ranks
+        self.report_request = ""  # the id of the latest request of the supervisor for a report
         self._control = control
-        self._rank_pid = os.getpid()
+        self._rank_pid = os.getpid()  # send() compares it, since a fork of the rank sends nothing
         self._send_lock = threading.Lock()  # two threads must not mix their messages
 
     @classmethod
@@ -341,19 +341,20 @@ class ControlThread(threading.Thread):
     def _describe_main_thread(self) -> None:
         """Send the stack of the main thread, and the error that the main thread is handling.
 
-        So the supervisor learns the error of a rank that still waits in a ``finally`` block, and
-        has not sent its error yet.
+        This is the answer to the supervisor's message "describe", in the control thread. So the
+        supervisor learns the error of a rank that still waits in a ``finally`` block, and has not
+        sent its error yet.
         """
         # The identifier of a thread that runs is not None. "or 0" is only for the type checker.
         main_thread = threading.main_thread().ident or 0
         stack = traceback.format_stack(sys._current_frames()[main_thread])
-        # Sent first: the supervisor waits for "described", and does not wait longer for "stack".
+        # The supervisor waits only until "described" has arrived, so "stack" is sent before it.
         self.send("stack", "".join(stack))
         error: Any = sys._current_exceptions().get(main_thread)
         if isinstance(error, tuple):  # type, error and traceback, until Python 3.12
             error = error[1]
-        failure = None
-        # A StopIteration is not an error: it ends a loop.
+        failure = None  # tells the supervisor that no error is being handled
+        # Python may be handling a StopIteration, which is no error: it ends a loop.
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             failure = Failure.of(error)
         self.send("described", failure)
@@ -485,6 +486,7 @@ def _run_payload(control_thread: ControlThread, payload: Payload) -> Outcome:
         raise_on_signals(on_signal=partial(control_thread.send, "signal"))
         # Sent after the handlers are installed: from now on a signal runs ``finally`` blocks.
         control_thread.send("ready")
+        # breakpoint() is left as it is in a script, and raises an error in a function.
         pickled_result = call_payload(config, payload, has_keyboard=config.runs_script)
         return Outcome(exit_code=0, message=Message("finished", pickled_result))
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
@@ -533,6 +535,7 @@ def outcome_of_error(error: BaseException, runs_script: bool) -> Outcome:
         runs_script: whether the payload runs a script. Otherwise it calls a function.
     """
     if isinstance(error, KeyboardInterrupt):
+        # Without a message: a rank that was interrupted has no error to show.
         return Outcome(exit_code=128 + signal.SIGINT)
     if isinstance(error, SystemExit):
         return _outcome_of_exit(error, runs_script)
@@ -599,6 +602,7 @@ class SignalHandler:
             return
         # From now on the signal is ignored, so that it does not interrupt the ``finally`` blocks.
         signal.signal(number, signal.SIG_IGN)
+        # For _repeat_lost_signals(), since the interpreter drops an exception in a __del__ method.
         self.last_raised_for = number
         if number == signal.SIGINT:
             self.last_raised = KeyboardInterrupt()
@@ -741,12 +745,13 @@ def exit_process(code: int, freeze_probe: list[Any] | None = None) -> NoReturn:
     Args:
         code: the exit code. As in finalization, 0 becomes 120 if a standard stream cannot be
             flushed.
-        freeze_probe: a list that was made when this process began, see :func:`_flush_files`. None,
-            the default, if there is no such list.
+        freeze_probe: a list that was made when this process began. It shows whether the user has
+            called ``gc.freeze()`` since then, which hides open files from the flush of all files.
+            None, the default, if there is no such list: the user may have called it.
     """
     # Waits for the threads that are not daemons. multiprocessing calls this private function, too.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    _keep_operators()  # shortens the next line
+    _keep_operators()  # makes the exit handlers of torch faster
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
