@@ -47,19 +47,21 @@ class CallingRank:
         """Add the rank to the ranks of the supervisor. :meth:`run` runs the function."""
         self._supervisor = supervisor
         self._config, stack_file = supervisor.configure_rank(world, results)
-        self._thread = threading.current_thread()
+        self._thread = threading.current_thread()  # it calls run(), too
         self._exit_code: int | None = None  # None while the function runs
         self._is_interrupted = False  # whether the supervisor has interrupted the function
-        self._can_be_interrupted = False
-        # Held by the supervisor while it interrupts, so that no interrupt is sent after the end.
+        self._can_be_interrupted = False  # true while _call() runs the function
+        # Guards _can_be_interrupted: the supervisor must not interrupt once the function has ended.
         self._interrupt_lock = threading.Lock()
-        control, self._control = multiprocessing.Pipe()
-        process = StartedProcess(os.getpid(), lambda: self._exit_code, self._interrupt)
-        supervisor.ranks.append(
-            RankProcess(
-                config=self._config, process=process, control=control, stack_file=stack_file
-            )
+        # As in any other rank, this end sends messages, and the supervisor's end receives them.
+        supervisor_control, self._control = multiprocessing.Pipe()
+        process = StartedProcess(
+            pid=os.getpid(), poll=lambda: self._exit_code, send_signal=self._interrupt
         )
+        rank = RankProcess(
+            config=self._config, process=process, control=supervisor_control, stack_file=stack_file
+        )
+        supervisor.ranks.append(rank)
 
     def run(self, payload: Payload) -> list[bytes]:
         """Run the payload in this thread, while another thread supervises all ranks.
@@ -92,8 +94,9 @@ class CallingRank:
                     with suppress(KeyboardInterrupt):
                         wait([supervision])
             finally:
-                # After a Ctrl-C between the statements above, the supervisor must not wait for this
-                # rank, since the block waits for the supervisor.
+                # A Ctrl-C between the statements above may skip _end(), which sets the exit code.
+                # Without an exit code, the supervisor would wait for this rank, and the `with`
+                # block waits for the supervisor.
                 if self._exit_code is None:
                     self._exit_code = 128 + signal.SIGINT
         self._control.close()
@@ -124,13 +127,15 @@ class CallingRank:
         self._control.send(Message("ready", None))
         try:
             with _keeping_process():
+                # Python runs the handler of SIGINT in the main thread only.
                 self._can_be_interrupted = self._thread is threading.main_thread()
                 return call_payload(self._config, payload, has_keyboard=True)
         finally:
             with self._interrupt_lock:
                 self._can_be_interrupted = False
-            # An interrupt may have been sent just before. This call has the system deliver it, and
-            # the interpreter raises here, where the caller catches the exception.
+            # The supervisor may have sent SIGINT just before this thread got the lock. In this call
+            # the signal arrives and raises KeyboardInterrupt, which run() catches. Later it could
+            # raise where nothing catches it.
             time.sleep(0)
 
     def _end(self, error: BaseException | None) -> None:
@@ -139,12 +144,14 @@ class CallingRank:
         Args:
             error: the exception that the function has raised, or None.
         """
-        # The result stays in this process: a long one would wait for the supervisor to read it.
+        # The message has no result: run() returns the result itself. To send a large result, this
+        # thread would have to wait until the supervisor has read it.
         outcome = Outcome(exit_code=0, message=Message("finished", b""))
         if error is not None:
             outcome = outcome_of_error(error, runs_script=False)
         if outcome.message is not None:
             self._control.send(outcome.message)
+        # Set last: once all ranks have an exit code, the supervisor reads no more messages.
         self._exit_code = outcome.exit_code
 
     def _supervise(self, signal_pipe: int | None) -> list[bytes]:
@@ -178,16 +185,19 @@ class CallingRank:
     def _interrupt(self, _process_id: int, number: int) -> None:
         """Interrupt the function in place of a signal. The supervisor calls this in its thread.
 
-        A function that has been interrupted already has its time for ``finally`` blocks, or a
-        person is at the prompt of a debugger. So the function is interrupted only once.
+        The function is interrupted only once. After that it is in its ``finally`` blocks, or a
+        person is at the prompt of a debugger.
 
         Args:
+            _process_id: unused. A ``StartedProcess.send_signal`` gets the id of the process.
             number: the number of the signal.
         """
+        # A Ctrl-C of the user has interrupted the function already.
         has_user_interrupted = bool(self._supervisor.signals)
         if number == signal.SIGKILL or has_user_interrupted or self._is_interrupted:
             return
-        # Without a handler from Python, the signal would end this process, or do nothing.
+        # If SIGINT has no handler in Python, it would not raise in the function. It would end this
+        # process, or do nothing.
         if not callable(signal.getsignal(signal.SIGINT)):
             return
         with self._interrupt_lock:
@@ -208,14 +218,15 @@ class CallingRank:
             # Python drops the KeyboardInterrupt of a Ctrl-C that arrives in a __del__ method. The
             # function then fails when it loses the ranks that the supervisor has ended.
             return not isinstance(error, KeyboardInterrupt)
-        if not isinstance(failure, RankFailedError) or failure.rank == 0:
+        if not isinstance(failure, RankFailedError) or failure.rank == 0:  # rank 0 is this rank
             return False
         if isinstance(error, KeyboardInterrupt):
-            return self._is_interrupted
+            return self._is_interrupted  # or else the user has raised it
+        # A rank of a lower kind is more likely the cause. If the kinds are equal, the exception of
+        # this rank is better for the user, since it has its frames.
         ranks = self._supervisor.ranks
         kind_of_other = ranks[failure.rank].cause_order(has_lost_peer=False).kind
         kind_of_this = ranks[0].cause_order(has_lost_peer=False).kind
-        # If both failed alike, the exception of this rank is better: it has its frames.
         return kind_of_other < kind_of_this
 
 
