@@ -415,9 +415,10 @@ class Supervisor:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        # The file through which the ranks find each other. torch opens the path once more when
-        # Python frees the store of a rank. In this process, this may be after close(), when a path
-        # of /proc would be that of another file, which torch would write to.
+        # The file through which the ranks find each other. If this process is a rank, the file has
+        # a name of its own: torch opens the path once more when Python frees the store, which may
+        # be after close(). A path in /proc may mean another file by then, and torch would write to
+        # that file.
         self._store_file = PrivateFile(is_named=is_rank)
         self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
@@ -604,15 +605,15 @@ class Supervisor:
             SystemExit: the job was preempted: all ranks have ended, at least one of them with
                 :data:`PREEMPTED`.
         """
-        have_ended = False
-        while not have_ended:
-            have_ended = self._collect(_POLL_INTERVAL)
+        have_all_ended = False
+        while not have_all_ended:
+            have_all_ended = self._collect(_POLL_INTERVAL)
             if self.signals:
                 # Raises KeyboardInterrupt, unless the signal only told the ranks to save.
                 self._handle_signal()
             if any(rank.has_failed() for rank in self.ranks):
                 self._end_failed_job()  # always raises
-            if not have_ended and should_end():
+            if not have_all_ended and should_end():
                 self._end_ranks(signal.SIGTERM, END_GRACE)
                 return [b"" for _ in self.ranks]
         if any(rank.exit_code == PREEMPTED for rank in self.ranks):
@@ -641,9 +642,9 @@ class Supervisor:
         deadline = monotonic() + timeout
         wait_time = 0.0  # first, the messages that have arrived already are read
         while True:
-            have_ended = self._collect(wait_time)
+            have_all_ended = self._collect(wait_time)
             time_left = deadline - monotonic()
-            if have_ended or is_done() or time_left <= 0:
+            if have_all_ended or is_done() or time_left <= 0:
                 return
             wait_time = min(_POLL_INTERVAL, time_left)
 
@@ -760,7 +761,7 @@ class Supervisor:
         cause = min(self.ranks, key=lambda rank: rank.cause_order(has_lost_peer))
         error = self._error_for(cause, failures)
         for rank in self._running_ranks():
-            # Such a rank cannot run its ``finally`` blocks either.
+            # A rank that handles no signals would not run its ``finally`` blocks on SIGTERM either.
             if rank.cannot_respond():
                 rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
