@@ -98,13 +98,15 @@ class ForkServer:
         variables: Mapping[str, str] = {},
         directory: str | None = None,
     ) -> None:
+        """Store the arguments. The server process is started when it is first needed."""
         self._main = main
         self._arguments = arguments
         self._variables = variables
         self._directory = directory
         self._server_lock = threading.Lock()  # guards _server: several threads may launch
-        self._server: _ServerConnection | None = None
-        self._hazard = ""  # the result of find_hazard()
+        self._server: _ServerConnection | None = None  # None if no server process runs
+        # The hazard that find_hazard() has found. Empty if it has found none, or was not called.
+        self._hazard = ""
 
     @classmethod
     def of_script(
@@ -125,7 +127,7 @@ class ForkServer:
             variables: the environment variables of the ranks that libraries read while they are
                 loaded.
             directory: the initial working directory of the script. None is that of this process.
-            modules: the names of further modules that the server imports.
+            modules: the names of modules that the server imports besides torch and fabric.
         """
         return cls(
             script_forkserver_main,
@@ -159,8 +161,8 @@ class ForkServer:
 
         Only a server that :meth:`of_script` has made answers this request. This method waits until
         the server has loaded torch. It has no time limit: ranks in new interpreters would have to
-        load torch, too, and would not start sooner. If there is a hazard, it ends the server, and
-        later calls return the same hazard.
+        load torch, too, and would not start sooner. If there is a hazard, this method ends the
+        server, and later calls return the same hazard.
 
         Args:
             while_waiting: is called several times per second. An error that it raises ends the
@@ -175,9 +177,10 @@ class ForkServer:
             return self._hazard
 
     def _request_hazard(self, while_waiting: Callable[[], object]) -> str:
-        """Return the answer of the server to a hazard request. See :meth:`find_hazard`.
+        """Ask the server for a hazard, and return the answer, as :meth:`find_hazard` does.
 
-        The server is started if there is no server. If it fails, this is the hazard.
+        The server is started if there is no server. A server that fails is a hazard, too. The
+        caller has the ``_server_lock``.
         """
         try:
             if self._server is None:
@@ -206,7 +209,8 @@ class ForkServer:
 
         Args:
             control: the rank's end of the control pipe, which is sent to the server.
-            config: unused. The rank receives the configuration through the control pipe.
+            config: unused, but each ``StartProcess`` has this parameter. The rank receives the
+                configuration through the control pipe.
             stdin: the descriptor of the standard input. None for a rank that reads nothing.
             output: the descriptor of the standard output and error. None uses the output of this
                 process.
@@ -219,7 +223,7 @@ class ForkServer:
         if output is not None:
             stdout = output
             stderr = output
-        # _Server._fork_rank() takes the descriptors in this order.
+        # _Server._fork_rank() takes the descriptors in this order, after that of the status pipe.
         descriptors = [control.fileno(), stdout, stderr]
         if stdin is not None:
             descriptors.append(stdin)
@@ -285,6 +289,7 @@ def _request_rank(server: _ServerConnection, descriptors: Sequence[int]) -> Star
         EOFError: the server has ended.
         UsageError: the server does not answer in time.
     """
+    # The server sends the rank's process id through this pipe, and later the rank's exit code.
     status_pipe, server_status_pipe = multiprocessing.Pipe(duplex=False)
     # The server receives a copy of its end of the pipe. This process closes its own copy.
     with server_status_pipe:
@@ -292,7 +297,7 @@ def _request_rank(server: _ServerConnection, descriptors: Sequence[int]) -> Star
         file_descriptors = [server_status_pipe.fileno(), *descriptors]
         socket.send_fds(server.requests, [_RANK_REQUEST], file_descriptors)
     if not status_pipe.poll(_START_TIMEOUT):
-        # Otherwise the server might fork the rank later, and no supervisor would know of it.
+        # A server that goes on might fork the rank later, and no supervisor would know the rank.
         server.stop()
         raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
     pid = status_pipe.recv()
