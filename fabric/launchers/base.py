@@ -229,13 +229,14 @@ def _code_to_call(fn: Callable[[], None]) -> str:
         packages.append("fabric_compat")
     statements = [
         "import sys",
-        # The packages of this process, also if others are installed. The folder comes first for
-        # these imports alone: its other packages must not shadow modules of the standard library.
+        # The new process must import the fabric of this process, and not another version that is
+        # installed. So the folder of this fabric comes first, for these imports alone: other
+        # packages in the folder must not shadow modules of the standard library.
         f"sys.path.insert(0, {_ROOT!r})",
         f"import {', '.join(packages)}",
         "del sys.path[0]",
-        # The folder may have packages that fabric needs. It is removed in the end: otherwise the
-        # user's code could find other packages of the folder by accident.
+        # The folder may also have packages that fabric imports, so it stays at the end of sys.path
+        # until fn is imported. The user's code must not find packages there by accident.
         f"sys.path.append({_ROOT!r})",
         f"from {fn.__module__} import {fn.__name__}",
     ]

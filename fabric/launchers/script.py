@@ -295,7 +295,7 @@ class ScriptLauncher(base.Launcher):
         worlds = base.node_worlds(spec.num_processes)
         server = None
         if spec.num_processes > 1:
-            # This process has imported torch until the launch, and so will all ranks.
+            # This script has imported torch, and so will each rank. The server imports it once.
             server = script_fork_server(script, worlds)
         script_end = run_script(script, worlds, server=server)
         script_end.print_report()
@@ -348,13 +348,15 @@ def script_fork_server(
     Args:
         script: the script.
         worlds: the places of this machine's ranks.
-        has_restarts: whether the ranks may be started again. Then the server also imports what the
-            creation of an optimizer does. Without restarts, it does so only if the script seems to
-            have an optimizer.
+        has_restarts: whether the ranks may be started again. Then the server also imports the slow
+            module that the first optimizer of a process needs. Without restarts, it does so only
+            if the script seems to have an optimizer. Default: False.
     """
     path_entry = ""
     if script.extends_path:
         path_entry = script.path_entry
+    # The server gets the variables of rank 0. Libraries read the number of threads from them, which
+    # is equal for all ranks.
     variables = rank_variables(os.environ, worlds[0], available_cores(), sys.platform)
     modules: list[str] = []
     if has_restarts or script.mentions("optim"):
@@ -369,7 +371,10 @@ def _start_process(
     control: Connection,
     config: RankConfig,
 ) -> StartedProcess:
-    """Start the process of one rank. The supervisor calls this function with the last arguments.
+    """Start the process of one rank.
+
+    :func:`run_script` binds the first three arguments. The supervisor passes ``control`` and
+    ``config``, for each rank.
 
     Args:
         script: the script.

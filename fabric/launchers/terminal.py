@@ -84,7 +84,7 @@ def refuse_breakpoint(rank: int) -> None:
     """Make ``breakpoint()`` raise an error that says what to write instead.
 
     Call this function after the environment variables of the rank are set. If the user has chosen a
-    debugger by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, it does nothing.
+    debugger by ``PYTHONBREAKPOINT`` or ``sys.breakpointhook``, this function does nothing.
 
     Args:
         rank: the global rank of this process.
@@ -166,6 +166,7 @@ def take_terminal(rank: int, debugged: DebuggedRank) -> None:
         sys.breakpointhook = _skip_breakpoint
         return
     if debugged.is_here:
+        # This process called launch(), and has its keyboard. breakpoint() may need a debugger.
         _replace_idle_hook()
         return
     terminal = os.open(_TERMINAL, os.O_RDWR)
