@@ -226,8 +226,9 @@ def _check_restorable(
 def entries_to_skip(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     """Return how many entries an iteration skips that continues at the saved position.
 
-    The result is :attr:`EpochPosition.skipped_entries`: entries of all ranks if fabric shards the
-    order, and entries of this rank if the sampler or the dataset shards.
+    Entries are samples or, if the user's sampler yields whole batches, batches. The result is
+    :attr:`EpochPosition.skipped_entries`: entries of all ranks if fabric shards the order, and
+    entries of this rank if the sampler or the dataset shards.
 
     Raises:
         CheckpointError: the number of entries is not known for this number of ranks:

@@ -72,6 +72,7 @@ class SynchronizedStreams:
         """
         local_state = self.streams.state()
         if saved is not None:
+            # All ranks have loaded the same state, so rank 0 need not send its own.
             self.streams.restore(saved)
             result = action()
             self.streams.restore_global_streams(local_state)
@@ -138,7 +139,7 @@ class ShardedSampler:
         self.rank = rank
         self.num_replicas = num_replicas
         self.pads = pads
-        self.position = EpochPosition(0)
+        self.position = EpochPosition(0)  # the loader sets another at the start of each iteration
         self._synchronized_streams = streams
         self._batch_sampler = batch_sampler
 
@@ -257,9 +258,13 @@ class ShardedSampler:
     def _entries_of_rank(self, order: Iterator[Any]) -> Iterable[Any]:
         """Return this rank's entries of an order, without the entries that were received before.
 
+        An entry is one item of the order: a sample or, from a batch sampler, a whole batch. The
+        order is divided in rounds of ``num_replicas`` entries, one for each rank.
+
         The caller replays or synchronizes the random streams only during this call. So the order is
         drawn before this method returns, even if the sampler would draw it later.
         """
+        # Counts the entries of all ranks.
         skipped = self.position.skipped_entries
         if self.num_replicas == 1:
             # At least one entry is read now, since a sampler whose __iter__ is a generator function
@@ -275,7 +280,9 @@ class ShardedSampler:
         else:
             entries = list(order)
         length = len(entries)
+        # A position that counts repeated entries may be behind the end of the order.
         remaining = max(0, length - skipped)
+        # The rounds begin after the skipped entries. The last round may be incomplete.
         end_of_full_rounds = length - remaining % self.num_replicas
         shard = entries[skipped + self.rank : end_of_full_rounds : self.num_replicas]
         has_incomplete_round = end_of_full_rounds < length
@@ -289,13 +296,15 @@ class ShardedSampler:
     def _entries_of_unsized(self, order: Iterator[Any]) -> Iterator[Any]:
         """Return this rank's entries of an order without a length, which may have no end.
 
-        The rounds up to the first one of this iteration are drawn during this call, from the
-        process's streams. This advances the streams, so that the next epoch draws another order.
-        Later rounds are drawn on request, from a private state of the global streams.
+        A round is ``num_replicas`` entries of the order, one for each rank. The rounds up to the
+        first one of this iteration are drawn during this call, from the process's streams. This
+        advances the streams, so that the next epoch draws another order. Later rounds are drawn on
+        request, from a private state of the global streams.
         """
         first_round = list(islice(order, self.num_replicas))
         remaining = islice(chain(first_round, order), self.position.skipped_entries, None)
         next_round = list(islice(remaining, self.num_replicas))
+        # Without the generators, from which only the sampler draws.
         global_streams = RandomStreams(self._synchronized_streams.streams.global_streams)
         return self._entries_by_round(
             next_round,
@@ -335,6 +344,7 @@ class ShardedSampler:
                 # round needs, but at least one. Repeated num_replicas times it is long enough.
                 padded = entries + padding * self.num_replicas
                 yield padded[self.rank]
+            # An incomplete round that is not padded is left out. It is the last one.
             global_state = streams.state()
             streams.restore(private_state)
             entries = list(islice(remaining, self.num_replicas))

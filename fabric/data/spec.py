@@ -157,7 +157,11 @@ class LoaderSpec:
         return 1
 
     def shard_length(self, position: EpochPosition) -> int | None:
-        """Return the number of entries that this rank receives in an iteration. None if unknown."""
+        """Return the number of entries that this rank receives in an iteration. None if unknown.
+
+        Entries are samples or, if the user's sampler yields whole batches, batches. Those that were
+        received before the iteration began do not count.
+        """
         if self.sharded_sampler is None or length_of(self.order_source) is None:
             return None
         return self.sharded_sampler.length(position.skipped_entries)
@@ -195,7 +199,10 @@ class LoaderSpec:
         return list(chain.from_iterable(received))
 
     def repeated_entries(self, position: EpochPosition) -> int:
-        """Return how many entries an iteration repeats so that all ranks get equally many."""
+        """Return how many entries an iteration repeats so that all ranks get equally many.
+
+        Entries are samples or, if the user's sampler yields whole batches, batches.
+        """
         order_length = length_of(self.order_source)
         shard_length = self.shard_length(position)
         if self.shard_count == 1 or order_length is None or shard_length is None:
@@ -206,8 +213,10 @@ class LoaderSpec:
     def cursor(self, position: EpochPosition) -> int:
         """Return the number of entries that all ranks together have received in this epoch.
 
-        A saved position holds this number, since it does not depend on the number of ranks. Entries
-        that are repeated to fill the last round count, so it can exceed the length of the order.
+        Entries are samples or, if the user's sampler yields whole batches, batches. A saved
+        position holds this number, since it does not depend on the number of ranks. Entries that
+        are repeated so that all ranks get equally many count, too, so the number can exceed the
+        length of the order.
         """
         received_entries = position.received_batches * self.entries_per_batch
         length = self.shard_length(position)
@@ -364,8 +373,10 @@ def _shard_iterable(
 def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
-    On one rank the sampler is replaced, too, so that fabric can save and replay the order. But a
-    loader that saves a state of its own keeps its sampler, see :func:`_saves_more_than_order`.
+    The *order* is what the user's sampler yields in one epoch. This function puts a sampler of
+    fabric into the loader, which yields this rank's shard of the order. On one rank it does so,
+    too, so that fabric can save how the order was drawn, and draw it again after a resume. But a
+    loader with a ``state_dict`` of its own may save more than that, and then keeps its sampler.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.
@@ -374,12 +385,12 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     order = _find_order(loader)
     loader_generators = _loader_generators(loader)
     order_streams = _streams_of(order.sampler, loader_generators)
-    # Otherwise the user shards the data, in any way and under any policy.
+    # If fabric is not to shard, the user may shard in any way, so there is nothing to check.
     if request.should_shard:
         _check_order(loader, order.sampler, request)
-    is_split = request.shard_count > 1
+    has_several_shards = request.shard_count > 1
     sharded_sampler = None
-    if is_split or not _saves_more_than_order(loader, order.sampler):
+    if has_several_shards or not _saves_more_than_order(loader, order.sampler):
         sharded_sampler = _build_sampler(loader, order, order_streams, request)
         _install_sampler(loader, order, sharded_sampler)
     # dict.fromkeys drops a generator that both lists have, and keeps the order.
@@ -402,6 +413,8 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
 
 def _find_order(loader: DataLoader[Any]) -> _Order:
     """Return the sampler that makes the order of a loader, and the unit of the order.
+
+    An *entry* is one item of the order:
 
     - Without automatic batching (``batch_size=None``), the sampler's items are the entries.
     - With a batch sampler that torch made for a ``batch_size``, the samples are the entries.
@@ -469,9 +482,12 @@ def _build_sampler(
     loader: DataLoader[Any], order: _Order, order_streams: RandomStreams, request: ShardRequest
 ) -> ShardedSampler:
     """Return the sampler that yields this rank's shard of the order."""
+    rank = request.rank
     shard_count = request.shard_count
     if _sampler_shard(order.sampler) is not None:
         shard_count = 1  # the sampler shards by itself
+    if shard_count == 1:
+        rank = 0  # the only shard, which is the same on each rank
     # With drop_last, the plain loop leaves the samples of an incomplete last batch out. So fabric
     # leaves an incomplete last round out and does not pad it.
     drops_last = order.batch_sampler is not None and loader.drop_last
@@ -479,7 +495,7 @@ def _build_sampler(
     from_rank0 = request.from_rank0 if shard_count > 1 else None
     return ShardedSampler(
         order.sampler,
-        rank=request.rank % shard_count,  # 0 if there is one shard
+        rank=rank,
         num_replicas=shard_count,
         pads=request.uneven == "pad" and not drops_last,
         streams=SynchronizedStreams(order_streams, from_rank0, request.name),
