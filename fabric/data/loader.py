@@ -363,9 +363,11 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _announce_iteration(self, position: EpochPosition) -> None:
         """Announce an iteration to the other ranks, before anything is drawn or fetched.
 
-        The detector of uneven inputs compares the number of batches between ranks.
+        The detector of uneven inputs compares between ranks the number of batches, and whether and
+        over what length each rank draws an order.
         """
-        # Ranks that share a batch get the same random streams. Collective among these ranks.
+        # Comes first, since the order is drawn from these streams: ranks that share a batch, as in
+        # tensor parallelism, get the same random streams. Collective among these ranks.
         self._job.session.synchronize_rng()
         if self._job.detector is None:
             return
@@ -634,8 +636,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
         self._next_epoch = state["epoch"]
-        self._latest_position = None
-        # At the start of an epoch, the next iter() begins as usual.
+        self._latest_position = None  # state_dict() now describes the loaded position
+        # The next iter() continues at this position. At the start of an epoch it begins as usual.
         self._loaded_position = state if is_inside else None
 
     def _loader_position(self, position: EpochPosition) -> dict[str, Any]:
@@ -689,6 +691,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             stateful_loader: Any = self.loader
             return stateful_loader.state_dict()
         if self._dataset_keeps_position:
+            # The constructor has replaced the collate_fn, unless the dataset makes whole batches.
             detector = self.loader.collate_fn
             has_ended = isinstance(detector, _EndDetector) and detector.has_ended
             return DatasetState(self._spec.dataset.state_dict(), has_ended)
@@ -698,7 +701,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         """Yield the batches to the user, and update the position and the list of active loops.
 
         The position counts a batch before the user gets it, so that a state saved in the body of
-        the loop resumes after this batch.
+        the loop resumes after this batch. ``fabric.gather_for_metrics`` finds the batch of the
+        user's results by the active loops and the numbers of their batches. All loops of the job
+        take their numbers from one sequence.
         """
         # Written through vars(), since the __setattr__ of this class costs a call for every batch.
         attributes = vars(self)
@@ -710,6 +715,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                 # A rank that has run out gets its last batch again, which counts only once.
                 if not position.is_repeat:
                     position.received_batches += 1
+                # Set for each batch, since several loops over this loader may take turns.
                 attributes["_latest_position"] = position
                 # Negative only before the first batch: afterwards it is the number of a batch, or
                 # of the start of the loop, which are counted from 0.
@@ -883,13 +889,15 @@ def _seed_workers_by_rank(
     whose workers need the same streams on all ranks.
 
     Returns:
-        The streams that the user's ``worker_init_fn`` will seed. None if there is nothing to
-        compare with other ranks.
+        A record of the streams that the user's ``worker_init_fn`` will seed. fabric later compares
+        the records of two ranks, to warn if the streams are equal. None if there is no such
+        function, no worker or no other rank.
     """
     streams = None
     if loader.worker_init_fn is not None and loader.num_workers > 0 and job.num_replicas > 1:
         streams = WorkerStreams(name)
     if job.rank > 0 or streams is not None:
+        # Seeds each worker by the rank, calls the user's function, and records what it has seeded.
         seeding = WorkerSeeding(job.rank, loader.worker_init_fn, streams)
         # Not setattr(), which may call the __setattr__ of a user's class.
         object.__setattr__(loader, "worker_init_fn", seeding)
