@@ -70,12 +70,8 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
-            tensors_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
-            # For each state of the metric, the tensors of all ranks.
-            rank_tensors_by_state = zip(*tensors_by_rank, strict=True)
-            states: list[_GatheredState] = []
-            for tensor, rank_tensors in zip(sent[index], rank_tensors_by_state, strict=True):
-                states.append(_GatheredState(of_this_rank=tensor, of_ranks=rank_tensors))
+            metric_sent_by_rank = [sent_by_metric[index] for sent_by_metric in sent_by_rank]
+            states = _states_of_all_ranks(sent[index], metric_sent_by_rank)
             _use_gathered_states(metric, states, call_text=call_text, undo=undo)
         # At the end of the block the metrics get their own collectives back.
         return metrics.compute()
@@ -97,6 +93,22 @@ def _check_counts(call_text: str, sent_by_rank: Sequence[list[list[Tensor]]]) ->
             problem=f"ranks hold different numbers of states: {counts_by_rank}",
             expected="states with a reduction, and the same metrics on all ranks",
         )
+
+
+def _states_of_all_ranks(
+    sent: Sequence[Tensor], sent_by_rank: Sequence[Sequence[Tensor]]
+) -> list[_GatheredState]:
+    """Return each state of a metric with the tensors of all ranks.
+
+    Args:
+        sent: the states of the metric that this rank has sent.
+        sent_by_rank: for each rank, the states that the rank has sent, in the same order.
+    """
+    states: list[_GatheredState] = []
+    # zip(*...) gives the tensors of all ranks for each state.
+    for tensor, rank_tensors in zip(sent, zip(*sent_by_rank, strict=True), strict=True):
+        states.append(_GatheredState(of_this_rank=tensor, of_ranks=rank_tensors))
+    return states
 
 
 def _use_gathered_states(
@@ -298,7 +310,7 @@ def _tensors_to_gather(metric: Any) -> list[Tensor]:
                 "process_group of a metric", problem="its samples are gathered from all processes"
             )
         tensors.append(_copy_to_cpu(tensor))
-        return [tensor]
+        return [tensor]  # as if this were the only rank
 
     metric.sync(record, distributed_available=_is_available)
     metric.unsync()
@@ -310,11 +322,12 @@ def _gathered_tensors(
 ) -> list[Tensor]:
     """Return the tensors of all ranks for a state, in place of a collective of the metric.
 
-    torchmetrics calls it with the last two arguments, once for each state.
+    torchmetrics calls this function with the last two arguments, once for each state. The first two
+    are bound.
 
     Args:
         call_text: the user's call, for the error.
-        states: the gathered states, of which the next one is used.
+        states: the gathered states, in the order of the calls. Each call takes the next one.
         tensor: the state of this rank, which the metric wants to gather.
         group: not used.
 
@@ -330,9 +343,9 @@ def _gathered_tensors(
             suggestion="metrics.compute()",
         )
     gathered: list[Tensor] = []
-    for of_rank in state.of_ranks:
-        # A rank without samples has empty states, whose dtype may differ.
-        if of_rank.numel():
-            gathered.append(of_rank.to(tensor.device))
+    for rank_tensor in state.of_ranks:
+        # The empty state of a rank without samples is left out, since its dtype may differ.
+        if rank_tensor.numel():
+            gathered.append(rank_tensor.to(tensor.device))
     # If no rank has samples, the metric computes from its own empty state.
     return gathered or [tensor]
