@@ -140,6 +140,7 @@ def _gather_leaves(
     joined: list[Any] = []
     for leaf, rank_values in zip(leaves, gathered, strict=True):
         if isinstance(leaf, Tensor):
+            # Beyond the remaining entries of the order, all samples are repetitions.
             leaf = join_ranks(rank_values, layout.size.remaining_entries)
         joined.append(leaf)
     return joined
@@ -285,17 +286,17 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
         return _UNKNOWN_SIZE
     order_length = _order_length(spec)
     position_before = replace(position, received_batches=position.received_batches - 1)
-    entries = None
+    remaining_entries = None
     if order_length is not None:
         # The entries that remained before this batch. The gathered rows are cut to this number. In
         # the last batch this removes the repetitions. Earlier batches have fewer rows.
-        entries = order_length - spec.cursor(position_before)
+        remaining_entries = order_length - spec.cursor(position_before)
     samples_of_rank = None
     shard_length = spec.shard_length(position)
     if spec.unit == "samples" and shard_length is not None:
-        remaining = shard_length - position_before.received_batches * spec.entries_per_batch
-        samples_of_rank = min(spec.entries_per_batch, remaining)
-    return _BatchSize(remaining_entries=entries, samples_of_rank=samples_of_rank)
+        remaining_of_rank = shard_length - position_before.received_batches * spec.entries_per_batch
+        samples_of_rank = min(spec.entries_per_batch, remaining_of_rank)
+    return _BatchSize(remaining_entries=remaining_entries, samples_of_rank=samples_of_rank)
 
 
 def _order_length(spec: LoaderSpec) -> int | None:

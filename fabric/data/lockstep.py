@@ -154,6 +154,7 @@ class Lockstep:
         self.size = size
         self._connect = connect
         self._modules = modules
+        # The ranks compare the numbers of their loops, to find that they are in different loops.
         self._loop_numbers = count(1)
         # It has one worker, so that all ranks make their exchanges in the same order.
         self._thread = ThreadPoolExecutor(1, "fabric-batches")
@@ -206,6 +207,7 @@ class Lockstep:
             # The batch to repeat if this rank never has one. All ranks take part in sending it.
             batch = self._first_repeat(counts, remaining)
         while has_batch:
+            # This rank has run out, and another rank has not.
             is_repeat = not remaining.has_next()
             # A repeat leaves ``batch`` as it is: the last batch of this rank, if it had one.
             if not is_repeat:
