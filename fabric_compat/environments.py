@@ -55,12 +55,22 @@ class ClusterEnvironment(ABC):
     @abstractmethod
     def node_rank(self) -> int: ...
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise an error if the launcher has started another number of processes.
+
+        ``Fabric`` calls this method of an environment that the user passes. The default does
+        nothing.
+
+        Args:
+            num_devices: The number of processes of this node.
+            num_nodes: The number of nodes.
+        """
+
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing. Subclasses may override the methods below."""
 
     set_world_size = _do_nothing
     set_global_rank = _do_nothing
-    validate_settings = _do_nothing
     teardown = _do_nothing
 
 
@@ -110,6 +120,10 @@ class LightningEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return read_integer_variable(os.environ, "NODE_RANK", "GROUP_RANK") or 0
 
+    def teardown(self) -> None:
+        """Remove the number of processes of this job, which a later job would read."""
+        os.environ.pop("WORLD_SIZE", None)
+
 
 class _VariableEnvironment(ClusterEnvironment):
     """The base class of environments whose launcher sets a variable for each number.
@@ -135,17 +149,20 @@ class _VariableEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return int(os.environ["MASTER_PORT"])
 
+    def _read(self, name: str) -> int:
+        return int(os.environ[name])
+
     def world_size(self) -> int:
-        return int(os.environ[self._world_size_name])
+        return self._read(self._world_size_name)
 
     def global_rank(self) -> int:
-        return int(os.environ[self._rank_name])
+        return self._read(self._rank_name)
 
     def local_rank(self) -> int:
-        return int(os.environ[self._local_rank_name])
+        return self._read(self._local_rank_name)
 
     def node_rank(self) -> int:
-        return int(os.environ[self._node_rank_name])
+        return self._read(self._node_rank_name)
 
 
 class TorchElasticEnvironment(_VariableEnvironment):
@@ -172,13 +189,30 @@ class TorchElasticEnvironment(_VariableEnvironment):
     def node_rank(self) -> int:
         return int(os.environ.get("GROUP_RANK", 0))
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        world_size = self.world_size()
+        if num_devices * num_nodes != world_size:
+            raise ValueError(
+                f"devices={num_devices} and num_nodes={num_nodes} are {num_devices * num_nodes} "
+                f"processes, and the launcher has started {world_size}"
+            )
+
 
 class KubeflowEnvironment(_VariableEnvironment):
-    """Kubeflow's PyTorchJob, with one process in each pod. It is not detected."""
+    """Kubeflow's PyTorchJob, with one process in each pod.
+
+    The class does not detect its launcher, whose variables are those of torchrun.
+    """
 
     _world_size_name = "WORLD_SIZE"
     _rank_name = "RANK"
     _node_rank_name = "RANK"
+
+    @classmethod
+    def detect(cls) -> bool:
+        raise NotImplementedError(
+            "KubeflowEnvironment.detect(): write Fabric(plugins=KubeflowEnvironment())"
+        )
 
     def local_rank(self) -> int:
         return 0
@@ -227,9 +261,29 @@ class SLURMEnvironment(_VariableEnvironment):
         first_host = environments.SlurmEnvironment()._read_first_host(variables)
         return first_host or nodes
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        if _is_slurm_interactive_mode():
+            return  # SLURM has started a shell, and no processes
+        num_tasks = read_integer_variable(os.environ, "SLURM_NTASKS_PER_NODE")
+        if num_tasks not in (None, num_devices):
+            raise ValueError(
+                f"devices={num_devices}, and SLURM has started --ntasks-per-node={num_tasks}: "
+                f"write devices={num_tasks}"
+            )
+        num_slurm_nodes = read_integer_variable(os.environ, "SLURM_NNODES")
+        if num_slurm_nodes not in (None, num_nodes):
+            raise ValueError(
+                f"num_nodes={num_nodes}, and SLURM has started --nodes={num_slurm_nodes}: write "
+                f"num_nodes={num_slurm_nodes}"
+            )
+
     @staticmethod
     def job_id() -> int | None:
-        return read_integer_variable(os.environ, "SLURM_JOB_ID")
+        """Return the number of the job. None outside of SLURM, and in a shell."""
+        job_id = os.environ.get("SLURM_JOB_ID", "")
+        if _is_slurm_interactive_mode() or not job_id.isdigit():
+            return None
+        return int(job_id)
 
     @staticmethod
     def job_name() -> str | None:
@@ -241,11 +295,19 @@ def _is_slurm_interactive_mode() -> bool:
 
 
 class LSFEnvironment(_VariableEnvironment):
-    """LSF, whose ``jsrun`` starts the processes on the hosts in a file."""
+    """LSF, whose ``jsrun`` starts the processes on the hosts in a file.
+
+    Raises:
+        ValueError: A variable of LSF is missing, or the file has no hosts.
+    """
 
     _world_size_name = "JSM_NAMESPACE_SIZE"
     _rank_name = "JSM_NAMESPACE_RANK"
     _local_rank_name = "JSM_NAMESPACE_LOCAL_RANK"
+
+    def __init__(self) -> None:
+        self._hosts = self._read_hosts()
+        self._port = self._read_port()
 
     @classmethod
     def detect(cls) -> bool:
@@ -253,26 +315,45 @@ class LSFEnvironment(_VariableEnvironment):
         return names <= os.environ.keys()
 
     @staticmethod
-    def _hosts() -> list[str]:
+    def _read_hosts() -> list[str]:
         """Return the hosts of the processes, in their order. Each host is there once."""
-        lines = Path(os.environ["LSB_DJOB_RANKFILE"]).read_text().split()
+        file_name = os.environ.get("LSB_DJOB_RANKFILE")
+        if not file_name:
+            raise ValueError("LSFEnvironment: the variable LSB_DJOB_RANKFILE is not set, or empty")
+        lines = Path(file_name).read_text().split()
         # The first line is the host that submits the job. It runs no process.
-        return list(dict.fromkeys(lines[1:]))
+        hosts = list(dict.fromkeys(lines[1:]))
+        if not hosts:
+            raise ValueError(f"LSFEnvironment: the file {file_name!r} has no hosts")
+        return hosts
 
-    @property
-    def main_address(self) -> str:
-        return self._hosts()[0]
-
-    @property
-    def main_port(self) -> int:
+    @staticmethod
+    def _read_port() -> int:
+        """Return the port of rank 0. All processes of a job compute the same, as in Lightning."""
         port = read_integer_variable(os.environ, "MASTER_PORT")
         if port is not None:
             return port
-        # All processes of a job compute the same port, as in Lightning.
-        return 10000 + int(os.environ["LSB_JOBID"]) % 1000
+        job_id = read_integer_variable(os.environ, "LSB_JOBID")
+        if job_id is None:
+            raise ValueError("LSFEnvironment: the variable LSB_JOBID is not set")
+        return 10000 + job_id % 1000
+
+    def _read(self, name: str) -> int:
+        number = read_integer_variable(os.environ, name)
+        if number is None:
+            raise ValueError(f"LSFEnvironment: the variable {name} is not set: start with jsrun")
+        return number
+
+    @property
+    def main_address(self) -> str:
+        return self._hosts[0]
+
+    @property
+    def main_port(self) -> int:
+        return self._port
 
     def node_rank(self) -> int:
-        return self._hosts().index(socket.gethostname())
+        return self._hosts.index(socket.gethostname())
 
 
 class MPIEnvironment(ClusterEnvironment):

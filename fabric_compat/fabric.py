@@ -148,7 +148,7 @@ class Fabric(_Fabric):
             self.strategy.checkpoint_io = checkpoint_io
         # Changes the class of the strategy in place.
         strategies.with_lightning_methods(self.strategy)
-        self._plan_process(cluster or find_cluster_environment())
+        self._plan_process(cluster)
         # Whether launch() has been called.
         self._launched = False
         # Scripts read Lightning's private attributes _strategy and _precision.
@@ -171,10 +171,11 @@ class Fabric(_Fabric):
         is_float16 = self._precision.name == "16-mixed"
         return is_float16 and self.accelerator.name == "cpu" and not is_sharded
 
-    def _plan_process(self, cluster: ClusterEnvironment) -> None:
+    def _plan_process(self, cluster: ClusterEnvironment | None) -> None:
         """Tell the strategy the ranks, the device and the environment, before the launch.
 
-        A strategy of a class of the user is not told.
+        A strategy of a class of the user is not told. ``cluster`` is the environment that the user
+        has passed, which may refuse the numbers of processes and nodes.
         """
         strategy = self.strategy
         if not isinstance(strategy, strategies._LightningStrategy):
@@ -187,7 +188,11 @@ class Fabric(_Fabric):
         device = plan.devices[world.local_rank % len(plan.devices)]
         strategy.planned_process = strategies.PlannedProcess(world, device)
         if isinstance(strategy, ParallelStrategy):
-            strategy.set_cluster_environment(cluster)
+            strategy.set_cluster_environment(cluster or find_cluster_environment())
+            if cluster is not None:
+                cluster.validate_settings(
+                    num_devices=strategy.num_processes, num_nodes=strategy.num_nodes
+                )
 
     @property
     def _loggers(self) -> Loggers:

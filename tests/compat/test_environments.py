@@ -1,5 +1,6 @@
 """Environments answer with the numbers that the variables of their launcher say."""
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_processes_that_the_user_starts_have_a_local_rank(monkeypatch: Any) -> N
     assert environment.main_address == "host"
 
 
-@pytest.mark.parametrize("kind", [TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment])
+@pytest.mark.parametrize("kind", [TorchElasticEnvironment, SLURMEnvironment])
 def test_a_rank_that_no_variable_says_is_an_error(kind: Any) -> None:
     environment = kind()
     assert not environment.detect()
@@ -140,5 +141,61 @@ def test_functions_for_rank_zero_know_the_rank_of_every_launcher(
     assert rank_zero_only.rank == 3
 
 
-def test_settings_are_validated_by_keyword() -> None:
+def test_lsf_says_which_variable_is_missing(monkeypatch: Any, tmp_path: Path) -> None:
+    assert not LSFEnvironment.detect()
+    with pytest.raises(ValueError, match="LSB_JOBID is not set"):
+        LSFEnvironment()
+    monkeypatch.setenv("LSB_JOBID", "1234")
+    environment = LSFEnvironment()
+    for method in (environment.world_size, environment.global_rank, environment.local_rank):
+        with pytest.raises(ValueError, match=r"JSM_NAMESPACE_.* is not set"):
+            method()
+    (tmp_path / "submitter").write_text("submit")
+    for file_name in ("", str(tmp_path / "submitter")):
+        monkeypatch.setenv("LSB_DJOB_RANKFILE", file_name)
+        with pytest.raises(ValueError, match=r"or empty|no hosts"):
+            LSFEnvironment()
+
+
+def test_kubeflow_is_not_detected() -> None:
+    with pytest.raises(NotImplementedError, match="plugins=KubeflowEnvironment"):
+        KubeflowEnvironment.detect()
+
+
+def test_a_shell_of_slurm_has_no_job(monkeypatch: Any) -> None:
+    set_variables(monkeypatch, SLURM)
+    assert SLURMEnvironment.job_id() == 1230077
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert SLURMEnvironment.job_id() is None
+
+
+def test_the_end_of_lightnings_environment_forgets_the_world_size(monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    LightningEnvironment().teardown()
+    assert "WORLD_SIZE" not in os.environ
+    LightningEnvironment().teardown()
+
+
+def test_settings_that_contradict_the_launcher_are_an_error(monkeypatch: Any) -> None:
     LightningEnvironment().validate_settings(num_devices=2, num_nodes=1)
+    set_variables(monkeypatch, {"WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "4"})
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    for environment in (TorchElasticEnvironment(), SLURMEnvironment()):
+        environment.validate_settings(num_devices=4, num_nodes=2)
+        with pytest.raises(ValueError, match=r"devices=2.* has started"):
+            environment.validate_settings(num_devices=2, num_nodes=2)
+        with pytest.raises(ValueError, match=r"num_nodes=1.* has started"):
+            environment.validate_settings(num_devices=4, num_nodes=1)
+    # In a shell of SLURM, the script starts the processes.
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    SLURMEnvironment().validate_settings(num_devices=1, num_nodes=1)
+
+
+def test_an_environment_that_the_user_passes_validates_the_settings() -> None:
+    class Environment(LightningEnvironment):
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            raise ValueError(f"{num_devices=} {num_nodes=}")
+
+    with pytest.raises(ValueError, match="num_devices=2 num_nodes=1"):
+        Fabric(accelerator="cpu", devices=2, plugins=Environment())
+    Fabric(accelerator="cpu", devices=1, plugins=Environment())
