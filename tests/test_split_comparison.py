@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,6 +290,22 @@ def test_an_error_of_one_rank_in_the_comparison_ends_the_job(is_late: bool) -> N
 
 def test_an_error_of_all_ranks_in_the_comparison_leaves_it_out() -> None:
     assert on_mesh(pass_through_raising_block, (0, 1), True) == [True, True]
+
+
+def save_after_comparison_in_some_groups(fabric: Fabric, path: Path) -> str:
+    """Return the outcome of a save after only ranks 0 and 1 have computed their block once more."""
+    model = fabric.setup(Model(RaisingAttention((2, 3), False)))
+    model(torch.ones(2, 5, WIDTH))
+    return outcome(lambda: fabric.save(path, {"model": model}))
+
+
+def test_a_save_does_not_compare_how_often_a_comparison_has_used_sharded_layers(
+    tmp_path: Path,
+) -> None:
+    options = {"data_parallel_size": 2, "auto_wrap_policy": {nn.Linear}}
+    path = tmp_path / "checkpoint"
+    outcomes = on_mesh(save_after_comparison_in_some_groups, path, ranks=4, **options)
+    assert outcomes == ["fine"] * 4
 
 
 def repeat_wrong_pass(fabric: Fabric) -> list[str]:

@@ -59,7 +59,7 @@ _SUBJECTS = {
     "strategies/data_parallel": "data_parallel parity",
     "strategies/expert_styles": "transformers",
     "strategies/init_module": "init_module fsdp_init",
-    "strategies/model_parallel": "model_parallel",
+    "strategies/model_parallel": "model_parallel split_comparison",
     "strategies/parallel": "seeds fabric ddp data_parallel",
     "strategies/sequence_parallel": "sequence_parallel",
     "strategies/split_comparison": "split_comparison model_parallel",
