@@ -766,6 +766,7 @@ class Fabric:
             session.check_setup(module, trained_optimizers)  # raises before anything has changed
         model = session.setup_module(module, move_to_device=move_to_device)
         session.setup_optimizers(trained_optimizers)
+        # The ranks have initialized equal models. From now on they may draw different numbers.
         self._seed_per_rank(session)
         return _single_or_tuple(model, *optimizers, scheduler)
 
@@ -1215,9 +1216,9 @@ class Fabric:
         Args:
             nonfinite: ``"skip"`` refuses a step with a loss or a gradient that is infinite or NaN.
                 None accepts them.
-            spike: refuse a loss more than so many running deviations above the running mean of the
-                last hundred losses, such as 6.0. None accepts any finite loss. The first 20 losses
-                are accepted.
+            spike: refuse a loss that is more than ``spike`` standard deviations above the mean,
+                such as 6.0. Both are running values over about the last hundred losses. None
+                accepts any finite loss. The first 20 losses are accepted.
             patience: the number of refused steps in a row that is an error.
             log: a file to which rank 0 appends a line of JSON for each refused step: its number,
                 the reason, the loss of each rank, the epoch, and the samples of each rank.
@@ -1235,7 +1236,7 @@ class Fabric:
         return StepGuard(
             session.runtime.communicator,
             session.scaler,
-            session.active_loops,
+            session.active_loops,  # the loops over loaders, from which the guard reads the samples
             self._log_if_there_are_loggers,
             nonfinite=nonfinite,
             spike=spike,
@@ -2446,22 +2447,24 @@ def _run_in_rank(
     """Run a function in a process that a launcher has started. The launcher calls this.
 
     Args:
-        fabric: the copy of the user's Fabric that this process has received.
+        fabric: the copy of the user's Fabric that this process has received. Only with
+            ``debugged.is_here`` under ``"fork"`` it is the user's own object.
         debugged: the rank that is debugged, or None.
         function: the user's function, or :func:`_train`, which calls the user's function.
         args: the positional arguments of the function, after the fabric.
         kwargs: the keyword arguments of the function.
     """
-    attributes = dict(vars(fabric))
+    attributes_before_job = dict(vars(fabric))
     # Before this call, the launcher has set the variables of this process's rank.
     fabric._join_job(World.from_env(os.environ), debugged)
     try:
         with fabric:
             return function(fabric, *args, **kwargs)
     finally:
-        # Under "fork", rank 0 in the calling process has the user's own Fabric, which stays open.
+        # The process that called launch() has run rank 0, and goes on after launch(). The user's
+        # own Fabric becomes what it was before, since the `with` block has closed it.
         if debugged is not None and debugged.is_here:
-            vars(fabric).update(attributes)
+            vars(fabric).update(attributes_before_job)
 
 
 def _train(
