@@ -208,7 +208,11 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        """Warn that the name is deprecated, and pass the arguments on, with defaults for None."""
+        """Warn that the name is deprecated, and pass the arguments on to ``DDPStrategy``.
+
+        The parameters have the order of Lightning's class. None, a default of Lightning's, becomes
+        ``num_nodes=1`` and ``sync_batchnorm=False``.
+        """
         _warn_deprecated(
             "DDPSpawnPlugin(...)",
             'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for '
@@ -228,6 +232,7 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             start_method="spawn",
             **options,
         )
+        # What the spawned function puts into the queue of process 0. spawn() copies it here.
         self.mp_queue = _ResultQueue()
         # The state dict of the model in process 0, on the CPU. spawn() sets it for post_dispatch().
         self._weights_of_process_0: dict[str, Any] | None = None
@@ -314,7 +319,8 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         """Load the weights and the metrics of process 0 into a trainer, after :meth:`spawn`.
 
         The weights are those of the model of :meth:`setup`, and are loaded into ``trainer.model``.
-        The metrics are all entries of :attr:`mp_queue`, and update ``trainer.callback_metrics``.
+        The metrics are all entries of :attr:`mp_queue`, each a pickled dict, and update
+        ``trainer.callback_metrics``.
 
         Args:
             trainer: an object with ``model`` if a model was set up, and ``callback_metrics`` if
@@ -380,7 +386,10 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
-        """Warn that the name is deprecated, and pass the arguments on."""
+        """Warn that the name is deprecated, and pass the arguments on to ``FSDPStrategy``.
+
+        The parameters have the order of Lightning's class.
+        """
         _warn_deprecated(
             "DDPFullyShardedNativeStrategy(...)",
             'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin=',
