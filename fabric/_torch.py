@@ -226,11 +226,12 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
 
     Args:
         functions: for each operator, a function that gets the operator, its arguments and its
-            keyword arguments. An operator that has a function already keeps its function. If an
-            earlier call has set it, this function takes its place when it is removed.
+            keyword arguments. If the operator has a function already, the new function is not
+            called for now. If that earlier function came from an earlier call of
+            ``handle_dtensor_operators``, the new function is used once the earlier is removed.
 
     Returns:
-        A function that removes these functions.
+        A function without arguments that removes these functions.
     """
     from torch.distributed.tensor import DTensor  # takes a second to import
 
@@ -257,10 +258,11 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
 def call_without_function(
     operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    """Call an ATen operator on DTensors as torch does, without its function.
+    """Call an ATen operator on DTensors as torch does, without fabric's function for it.
 
-    The function is one of :func:`handle_dtensor_operators`, which may call this. It is set again
-    when the call ends. Seen to work in torch 2.13, 2.14 and 2.15.
+    A function passed to :func:`handle_dtensor_operators` calls this to run the operator itself:
+    a direct call of the operator would call the function again, without end. The function is
+    removed during the call. Seen to work in torch 2.13, 2.14 and 2.15.
     """
     from torch.distributed.tensor import DTensor  # takes a second to import
 
@@ -773,7 +775,8 @@ def is_parameter_of_record(parameter: Any, record: Any) -> bool:
 
     Args:
         parameter: the parameter under the record's name in the module.
-        record: an entry of :func:`fsdp_parameter_records`.
+        record: an entry of :func:`fsdp_parameter_records`. FSDP2 has one record for each parameter,
+            which holds the sharded and the gathered tensor.
     """
     if parameter is record.sharded_param:
         return True
@@ -782,7 +785,8 @@ def is_parameter_of_record(parameter: Any, record: Any) -> bool:
         # No forward pass has gathered the parameter yet. In the first one, FSDP2 adopts any DTensor
         # parameter that the module holds as the shard.
         return is_dtensor(parameter) and isinstance(parameter, torch.nn.Parameter)
-    # With ``reshard_after_forward=n``, shards of n ranks replace a parameter between the passes.
+    # With ``reshard_after_forward=n``, the module holds a third tensor between the forward and the
+    # backward pass: the parameter sharded over n ranks. None in other cases.
     resharded = getattr(record, "_sharded_post_forward_param", None)
     return parameter is unsharded or parameter is resharded
 
