@@ -144,7 +144,7 @@ class FabricModule(nn.Module):
         return self._fabric_module
 
     def mark_forward_method(self: Any, method: str | Callable[..., Any]) -> None:
-        """Run a method of the user's module through the prepared module, as a forward pass.
+        """Have later calls of a method run through the prepared module, as a forward pass.
 
         To type checkers the result of ``setup`` is an object of the user's class, which lacks this
         method. Write ``FabricModule.mark_forward_method(model, "loss")``, which they accept because
@@ -189,9 +189,9 @@ class FabricModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's module. Python calls this if this object lacks it.
 
-        A forward method is returned as a function that runs the method through the prepared module.
-        Under a strategy that synchronizes in forward, the guard wraps all other methods, to find a
-        backward pass through them.
+        A forward method, such as ``training_step``, is returned as a function that runs the method
+        through the prepared module. If the strategy synchronizes gradients in the forward pass, all
+        other methods bypass it: the guard wraps these, and raises in a backward pass through one.
         """
         # Not self._fabric_uncompiled: before the constructor has set that attribute, the access
         # would call this method without end. A KeyError shows the mistake.
@@ -292,7 +292,8 @@ class FabricModule(nn.Module):
         strategy_casts = contract is not None and contract.casts
         has_autocast = precision.compute_dtype is not None
         if not has_autocast and not strategy_casts:
-            # The inputs get the dtype of the parameters, if all parameters have the same.
+            # A precision without autocast, such as "bf16-true": the inputs get the dtype of the
+            # parameters, if all parameters have the same dtype.
             dtype = _common_dtype(self._fabric_uncompiled)
             if dtype is not None:
                 forward = _with_cast_inputs(forward, dtype)
