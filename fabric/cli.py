@@ -407,7 +407,7 @@ def _restart_limit(text: str) -> _RestartLimit:
         return _RestartLimit(count, text=text)
     seconds_of_units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     window = float(match["number"]) * seconds_of_units[match["unit"]]
-    return _RestartLimit(count, window, text)
+    return _RestartLimit(count, window=window, text=text)
 
 
 def _consolidate(options: argparse.Namespace) -> int:

@@ -96,6 +96,7 @@ class Runtime:
         # Closes the threads that start() has started.
         self._closers = ExitStack()
         self._node_communicator: Communicator | None = None
+        # By the names and sizes of the dimensions, such as (("replicate", 2), ("shard", 4)).
         self.meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(
@@ -222,7 +223,7 @@ class Runtime:
             return self.store.from_rank0(key, value)
         find_end = None
         if self.reporter is not None:
-            find_end = partial(self.reporter.reason_of_end, 0)
+            find_end = partial(self.reporter.reason_of_end, 0)  # of rank 0
         with self.recorder.record_wait_for_rank0(title, self.store.size):
             return self.store.from_rank0(key, value, find_end)
 
@@ -412,7 +413,8 @@ class Runtime:
             timeout=self.timeout,
             device_id=device_id,
         )
-        # Added before the wait, which may raise, so that close() also then destroys the group.
+        # Any runtime in this set uses the group. Added before the wait, which may raise, so that
+        # close() also then destroys the group.
         self._sharers_of_group.add(self)
         # A barrier through the store: the last rank to arrive sets the key for which all wait. gloo
         # connects to the other ranks in the background, and fails if a rank that did not wait has

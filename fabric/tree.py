@@ -124,7 +124,7 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
 
     Args:
         structure: the structure of a collection.
-        root: the beginning of each path, which is the path of a single leaf.
+        root: the path of the collection itself, with which each path begins.
     """
     if structure is None:
         return [root]
