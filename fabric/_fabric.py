@@ -493,19 +493,19 @@ class Fabric:
         """
         launcher = self._plan.launcher
         runs_rank0_here = debugged is not None and debugged.is_here
-        # The launcher calls _run_in_rank(*rank_args) in each rank, which calls the function that
-        # follows `debugged` among these arguments.
         job_spec = replace(self._plan.launch_spec, runs_rank0_here=runs_rank0_here)
+        # In each rank, the launcher calls _run_in_rank with the elements of `rank_args`.
         if not modules:
             spec = replace(job_spec, results=results)
-            rank_args = (self, debugged, *call)
+            rank_args = (self, debugged, call.function, call.args, call.kwargs)
             return launcher.launch(_run_in_rank, rank_args, {}, spec)
         # _train calls the user's function, and returns its result with the weights. So the launcher
         # has to return the result of rank 0, even if the user wants no results.
         returns_result = results != "none"
         results_with_weights = "first" if results == "none" else results
         spec = replace(job_spec, results=results_with_weights)
-        rank_args = (self, debugged, _train, (*call, returns_result), {})
+        train_args = (call.function, call.args, call.kwargs, returns_result)
+        rank_args = (self, debugged, _train, train_args, {})
         outcome = launcher.launch(_run_in_rank, rank_args, {}, spec)
         return _take_weights(modules, outcome)
 
