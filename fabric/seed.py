@@ -119,7 +119,7 @@ class WorkerStreams:
         """
         for index, name in enumerate(_GLOBAL_STREAMS):
             if name in after and after[name] != before.get(name):
-                # 7 bytes, so that the number fits into an int64.
+                # The first 14 hexadecimal digits are 7 bytes, which fit into an int64.
                 self._digests[index] = int(after[name][:14], base=16)
 
     def digests(self) -> dict[str, int]:
@@ -161,6 +161,8 @@ class WorkerSeeding:
         if self.streams is None or worker_id > 0:
             self.worker_init_fn(worker_id)
             return
+        # Record which streams the user's function seeds, and to which states. The process of the
+        # loader compares the states between ranks. The first worker is enough.
         before = stream_digests()
         self.worker_init_fn(worker_id)
         self.streams.record(before, stream_digests())
