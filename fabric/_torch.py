@@ -176,9 +176,10 @@ def full_tensor(tensor: Any) -> Tensor:
 def concatenate_meshes(meshes: Sequence[Any], timeout: timedelta) -> Any:
     """Return a mesh that has one dimension for each of ``meshes``. Collective.
 
-    ``"model_parallel"`` shards parameters along the result by FSDP2, which accepts only a part of
-    the mesh by which tensor parallelism has split the layer. A part in which several dimensions
-    count as one has no public name in torch.
+    ``"model_parallel"`` passes the result to ``fully_shard``. For a layer that tensor parallelism
+    has split already, FSDP2 accepts no new mesh, only a part of the mesh of that split. This
+    function makes such a part, in which several dimensions count as one. torch has no public
+    function for that.
 
     Args:
         meshes: parts of one mesh. A part of several dimensions is flattened to one dimension,
