@@ -581,9 +581,10 @@ class _Attempts:
         """Start the ranks, and return when all of them have ended.
 
         Args:
-            restart_count: how often the ranks have been started before.
+            restart_count: how often the ranks have been started before. Scripts read it from a
+                variable, and the names of log files contain it.
             port: the port through which the ranks connect. None on one machine.
-            should_end: a condition that ends the ranks early.
+            should_end: returns whether to end the ranks early. Called often while they run.
         """
         from fabric.launchers.logs import RankLogs
         from fabric.launchers.script import run_script
@@ -600,7 +601,8 @@ class _Attempts:
             logs=logs,
             server=self.server,
             should_end=should_end,
-            # The user wants to know why restarts take long.
+            # With restarts, print the reason if the server cannot be used, as each restart then
+            # imports torch again.
             prints_hazard=self.options.max_restarts.count > 0,
         )
 

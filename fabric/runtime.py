@@ -116,7 +116,7 @@ class Runtime:
         self._is_started = True  # close() has something to release from here on
         is_connected_by_caller = communicator is not None
         if not is_connected_by_caller:
-            self._set_rank_of_lightning_utilities()
+            self._set_rank_of_lightning_utilities()  # torchmetrics prints on this rank 0 only
             if not self.connects_processes:
                 return  # the process keeps the communicator of this process alone
         rank = self.world.rank
