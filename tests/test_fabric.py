@@ -788,6 +788,30 @@ def test_a_penalty_may_be_computed_between_forward_passes() -> None:
         fabric.backward(penalty)
 
 
+def test_a_check_that_ends_in_a_failed_backward_pass_leaves_the_next_check_in_the_pass() -> None:
+    with single() as fabric:
+        model = fabric.setup(Net())
+        assert fabric._session is not None, "setup() begins the session"
+        checks = fabric._session.backward_hooks.after
+        errors: list[BaseException | None] = []
+
+        def end_check(loss: torch.Tensor, error: BaseException | None) -> None:
+            checks.remove(end_check)
+
+        def record_error(loss: torch.Tensor, error: BaseException | None) -> None:
+            errors.append(error)
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        checks.extend([end_check, record_error])
+        loss = model(torch.ones(2, 4)).sum()
+        loss.register_hook(fail)
+        with pytest.raises(ZeroDivisionError) as raised:
+            fabric.backward(loss)
+        assert errors == [raised.value]
+
+
 def test_a_backward_pass_outside_of_fabric_leaves_later_passes_alone() -> None:
     with single(strategy="ddp") as fabric:
         module = nn.Linear(2, 1)
