@@ -253,6 +253,7 @@ def resolve_plan(*, env: Mapping[str, str] | None = None, **arguments: Any) -> P
     devices = _parse_devices(accelerator, options["devices"], strategy_or_stand_in, job)
     num_nodes = _parse_num_nodes(options["num_nodes"], job)
     strategy = requested_strategy or _default_strategy(len(devices), num_nodes, precision)
+    # Both calls raise if the strategy cannot use these devices.
     strategy.check(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
     _refuse_unconnected_processes(strategy, len(devices) * num_nodes)
 
@@ -290,6 +291,7 @@ def refuse_unknown_arguments(names: Iterable[str], known_names: Iterable[str]) -
         ArgumentTypeError: there is an unknown argument.
     """
     for name in names:
+        # What to write in place of an argument of another toolkit. Empty for any other name.
         suggestion = KEYWORDS.get(name, "")
         similar_names = get_close_matches(name, known_names, n=1)
         if not suggestion and similar_names:
@@ -322,8 +324,8 @@ def _merge_options(
     for argument in _DURATIONS:
         if options[argument] is not None:
             options[argument] = _parse_duration(argument, options[argument])
-    # This call comes before parse_strategy(): `fabric run` may give the name of the strategy and
-    # the precision, which the strategy's constructor takes.
+    # This call comes before parse_strategy(): `fabric run` may give the name of the strategy, and
+    # the precision that is passed to the strategy's constructor.
     _add_run_options(options, env)
     # The caller parses the precision again, since a strategy object may bring a precision.
     precision = parse_precision(options["precision"])
@@ -606,7 +608,11 @@ def _similar_name(argument: str, name: str, names: Sequence[str]) -> str:
 
 
 def _make_from_entry(entry: Any, base_class: type[K], **options: Any) -> K:
-    """Return an entry that is an instance of ``base_class``, or else call it with ``options``."""
+    """Return the object of an entry of a table, or of an entry point of a package.
+
+    The entry may be the object itself. Otherwise it is a class or a function that makes the object
+    from ``options``.
+    """
     if isinstance(entry, base_class):
         return entry
     return entry(**options)
@@ -680,7 +686,7 @@ def _find_existing_job(environment: Any, env: Mapping[str, str]) -> _ExistingJob
     if environment is None:
         environment_and_world = detect(env)
         if environment_and_world is None:
-            refuse_to_train_alone(env)
+            refuse_to_train_alone(env)  # raises if the variables describe several machines
             return None
         return _ExistingJob(*environment_and_world)
     # The name or the class of an environment is a likely mistake.
@@ -763,7 +769,8 @@ def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     """Raise if a strategy for one process is used in an existing job of several processes.
 
     ``Strategy.check`` does not see the processes of the job. ``_parse_devices`` calls this
-    function, but not for a job of one process whose strategy drives all devices.
+    function, but not for a job of one process whose strategy drives all devices. So a strategy that
+    drives all devices is always refused here.
     """
     world = job.world
     is_single_device_on_every_rank = (
