@@ -60,19 +60,19 @@ class _Key(NamedTuple):
     Attributes:
         kind: the kind of the entry.
         name: the name of the entry.
-        call: how many entries of this kind and name the step had before.
+        occurrence: how many entries of this kind and name the step had before.
     """
 
     kind: str
     name: str
-    call: int
+    occurrence: int
 
     def __str__(self) -> str:
         """Return the value in the words of the report, such as ``"parameter w after the step"``."""
         before, after = _WORDS[self.kind]
         words = [before, self.name, after]
-        if self.call:
-            words.append(f"(number {self.call + 1} in the step)")
+        if self.occurrence:
+            words.append(f"(number {self.occurrence + 1} in the step)")
         return " ".join(filter(None, words))
 
 
@@ -85,63 +85,65 @@ class _Run:
 
     Attributes:
         name: the folder, as the user wrote it.
-        ranks: the records by rank.
+        records: what each rank has written, by rank.
     """
 
     name: str
-    ranks: Sequence[RankRecord]
+    records: Sequence[RankRecord]
 
     @property
     def steps(self) -> list[int]:
         """The numbers of the steps that all ranks have recorded, in order."""
         # The keys of `lines` are the numbers of the recorded steps.
-        steps = set(self.ranks[0].lines)
-        for record in self.ranks[1:]:
+        steps = set(self.records[0].lines)
+        for record in self.records[1:]:
             steps &= set(record.lines)
         return sorted(steps)
 
     @property
     def data_size(self) -> int:
         """The number of data-parallel replicas."""
-        return self.ranks[0].header.data_size
+        return self.records[0].header.data_size
 
     def has_finished(self, step: int) -> bool:
         """Return whether all ranks have recorded a step to its end."""
-        return all(step in record.finished for record in self.ranks)
+        return all(step in record.finished for record in self.records)
 
     def read_step(self, step: int) -> "_Step":
         """Return what all ranks have recorded of a step."""
         entries_by_rank: list[_Entries] = []
-        samples_by_rank: list[list[int]] = []
-        for record in self.ranks:
+        sample_hashes_by_rank: list[list[int]] = []
+        for record in self.records:
             entries = record.read_step(step)
             entries_by_rank.append(_index_by_key(entries))
-            hashes: list[int] = []
+            sample_hashes: list[int] = []
             for entry in entries:
-                hashes += entry.samples
-            samples_by_rank.append(hashes)
-        # All ranks of a replica have the same batches, so the first one stands for them.
+                sample_hashes += entry.samples
+            sample_hashes_by_rank.append(sample_hashes)
+        # All ranks of a data-parallel replica have the same batches and losses, so the first rank
+        # of each replica stands for the replica.
         first_ranks: dict[int, int] = {}
-        for rank, record in enumerate(self.ranks):
+        for rank, record in enumerate(self.records):
             first_ranks.setdefault(record.header.data_rank, rank)
         return _Step(
             number=step,
-            ranks=entries_by_rank,
+            entries=entries_by_rank,
             norms=[_norms_of_kinds(entries) for entries in entries_by_rank],
-            replicas=list(first_ranks.values()),
-            samples=[samples_by_rank[rank] for rank in first_ranks.values()],
+            replica_ranks=list(first_ranks.values()),
+            sample_hashes=[sample_hashes_by_rank[rank] for rank in first_ranks.values()],
         )
 
 
 def _index_by_key(entries: Iterable[Entry]) -> _Entries:
     """Return entries by key, in their order, without the entries that hold hashes of samples."""
-    calls: Counter[tuple[str, str]] = Counter()
+    occurrences: Counter[tuple[str, str]] = Counter()
     by_key: dict[_Key, Entry] = {}
     for entry in entries:
         if entry.kind == "samples":
             continue
-        key = _Key(entry.kind, entry.name, calls[entry.kind, entry.name])
-        calls[entry.kind, entry.name] += 1
+        occurrence = occurrences[entry.kind, entry.name]
+        occurrences[entry.kind, entry.name] += 1
+        key = _Key(entry.kind, entry.name, occurrence)
         by_key[key] = entry
     return by_key
 
@@ -163,46 +165,46 @@ class _Step:
 
     Attributes:
         number: the number of the step.
-        ranks: the entries by rank.
-        replicas: the first rank of each data-parallel replica.
-        samples: for each data-parallel replica, the hashes of its samples. Empty lists if the
+        entries: by rank, the entries by key.
+        replica_ranks: the first rank of each data-parallel replica.
+        sample_hashes: for each data-parallel replica, the hashes of its samples. Empty lists if the
             loader was not set up.
         norms: by rank and kind, the norm of all tensors of the kind.
     """
 
     number: int
-    ranks: Sequence[_Entries]
+    entries: Sequence[_Entries]
     norms: Sequence[Mapping[str, float]]
-    replicas: Sequence[int]
-    samples: Sequence[Sequence[int]]
+    replica_ranks: Sequence[int]
+    sample_hashes: Sequence[Sequence[int]]
 
     def has_samples(self) -> bool:
         """Return whether the samples of the step are known. False if the loader was not set up."""
-        return any(self.samples)
+        return any(self.sample_hashes)
 
     def sample_counts(self) -> Counter[int]:
         """Return how often each sample occurs in the batches of all replicas, by its hash."""
         counts: Counter[int] = Counter()
-        for samples in self.samples:
-            counts.update(samples)
+        for hashes_of_replica in self.sample_hashes:
+            counts.update(hashes_of_replica)
         return counts
 
     def num_micro_batches(self) -> int:
         """Return how many batches the first rank has read. 0 if the loader was not set up."""
-        # The field `call` counts the batches of a step from 0.
-        calls = [key.call for key in self.ranks[0] if key.kind == "batch"]
-        if not calls:
+        # The field `occurrence` numbers the batches of a step from 0.
+        numbers = [key.occurrence for key in self.entries[0] if key.kind == "batch"]
+        if not numbers:
             return 0
-        return max(calls) + 1
+        return max(numbers) + 1
 
     def has_modules(self) -> bool:
         """Return whether the first rank has inputs or outputs of modules."""
-        return any(key.kind in _MODULE_KINDS for key in self.ranks[0])
+        return any(key.kind in _MODULE_KINDS for key in self.entries[0])
 
     def batch_dtypes(self) -> set[str]:
         """Return the dtypes of the tensors in the batches."""
         dtypes: set[str] = set()
-        for key, entry in self.ranks[0].items():
+        for key, entry in self.entries[0].items():
             if key.kind == "batch":
                 dtypes.add(entry.dtype)
         return dtypes
@@ -212,12 +214,12 @@ class _Step:
 
         The digest of the full tensor is the sum of the digests of its shards.
         """
-        entry = self.ranks[rank][key]
+        entry = self.entries[rank][key]
         if not entry.shard:
             return entry
         # A shard that several ranks have counts once.
         digests_by_shard: dict[str, Digest] = {}
-        for entries in self.ranks:
+        for entries in self.entries:
             entry_of_rank = entries.get(key)
             if entry_of_rank is not None and entry_of_rank.digest is not None:
                 digests_by_shard.setdefault(entry_of_rank.shard, entry_of_rank.digest)
@@ -228,27 +230,28 @@ class _Step:
         """Return a value as each rank has it, or once if it is sharded or a loss."""
         if key.kind == "loss":
             return [self._full_loss(key)]
-        if self.ranks[0][key].shard:
+        if self.entries[0][key].shard:
             return [self.full_entry(key, rank=0)]
-        return [entries[key] for entries in self.ranks if key in entries]
+        return [entries[key] for entries in self.entries if key in entries]
 
     def _full_loss(self, key: _Key) -> Entry:
         """Return the loss of the whole batch, from the losses of all data-parallel replicas."""
         total = 0.0
-        for rank in self.replicas:
-            digest = self.ranks[rank][key].digest
+        for rank in self.replica_ranks:
+            digest = self.entries[rank][key].digest
             # A loss on the meta device has no value that could be summed.
             if digest is None:
-                return self.ranks[rank][key]
+                return self.entries[rank][key]
             # The loss itself is not recorded. Its norm is its absolute value. The first number of
             # its sketch is the loss times a random number, which is the same in all runs. So the
-            # sign of the sketch is that of the loss, or the other sign in both runs alike.
+            # sign of the sketch is the sign of the loss, or the opposite sign in both runs. In the
+            # second case both totals are negated, which does not change their comparison.
             total += math.copysign(digest.norm, digest.sketch[0])
-        entry = self.ranks[0][key]
+        entry = self.entries[0][key]
         if entry.reduction == "mean":
-            total /= len(self.replicas)
-        # A digest in the form of those in the files. It is compared only with the one that this
-        # method returns for the other run.
+            total /= len(self.replica_ranks)
+        # This digest has the form of a digest in a file, but not its hash and sketch. It is
+        # compared only with the digest that this method makes of the other run's loss.
         digest = Digest(hash=hash(total), square=total**2, sketch=(total,))
         return replace(entry, digest=digest)
 
@@ -351,10 +354,11 @@ def _read_run(folder: str | os.PathLike[str]) -> _Run:
             problem="there is no such folder, or no fingerprint in it",
             expected='a folder that a run has written: with fabric.fingerprint("runs/a"): ...',
         )
-    ranks = [read_rank(path, 0)]
-    for rank in range(1, ranks[0].header.world_size):
-        ranks.append(read_rank(path, rank))
-    return _Run(os.fspath(folder), ranks)
+    # The header of rank 0 says how many ranks the run had.
+    records = [read_rank(path, 0)]
+    for rank in range(1, records[0].header.world_size):
+        records.append(read_rank(path, rank))
+    return _Run(name=os.fspath(folder), records=records)
 
 
 # [Note: Layouts]
@@ -405,16 +409,18 @@ class _Comparison:
     def compare(self) -> None:
         """Compare all steps that both runs have."""
         for number in self._common_steps():
-            first = self.first.read_step(number)
-            second = self.second.read_step(number)
-            self._compare_samples(first, second)
+            first_step = self.first.read_step(number)
+            second_step = self.second.read_step(number)
+            # These two notes decide below which values of the step are compared.
+            self._compare_samples(first_step, second_step)
             # A run has no inputs and outputs of modules if, for example, its model is compiled.
-            if first.has_modules() != second.has_modules():
+            if first_step.has_modules() != second_step.has_modules():
                 self.steps_without_modules.append(number)
-            differences = list(self._differences_of_step(first, second))
+            differences = list(self._differences_of_step(first_step, second_step))
             if not differences:
                 continue
             if self.first_difference is None:
+                # Differences come rank by rank. The first one in the computation is reported.
                 self.first_difference = min(differences, key=_sort_key)
             self.differing_values[number] = Counter(
                 difference.key.kind for difference in differences
@@ -422,14 +428,14 @@ class _Comparison:
 
     def _has_same_layout(self) -> bool:
         """Return whether the runs have equally many ranks and data-parallel replicas."""
-        has_same_size = len(self.first.ranks) == len(self.second.ranks)
+        has_same_size = len(self.first.records) == len(self.second.records)
         return has_same_size and self.first.data_size == self.second.data_size
 
     def _common_steps(self) -> list[int]:
-        """Return the steps that both runs have, and note the others.
+        """Return the steps that both runs have. Add the other steps to :attr:`notes`.
 
         Raises:
-            ConfigurationError: there are none.
+            ConfigurationError: the runs have no step in common.
         """
         first_steps = self.first.steps
         second_steps = self.second.steps
@@ -454,8 +460,11 @@ class _Comparison:
         return common_steps
 
     def _compare_samples(self, first: _Step, second: _Step) -> None:
-        """Note a step in which the runs have other samples, or the same ones in another order."""
-        if first.samples == second.samples:
+        """Note a step in which the runs have other samples, or the same ones in another order.
+
+        Nothing is noted if the samples of a run are unknown or cannot be compared.
+        """
+        if first.sample_hashes == second.sample_hashes:
             return
         # Equal samples of different dtypes have different hashes.
         if first.batch_dtypes() != second.batch_dtypes():
@@ -483,9 +492,9 @@ class _Comparison:
 
     def _differences_by_rank(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values that differ between the same ranks of both runs."""
-        for rank in range(len(first.ranks)):
-            first_entries = first.ranks[rank]
-            second_entries = second.ranks[rank]
+        for rank in range(len(first.entries)):
+            first_entries = first.entries[rank]
+            second_entries = second.entries[rank]
             for position, key in _keys_with_positions(first_entries, second_entries):
                 # None where the run has no such value.
                 left = first_entries.get(key)
@@ -497,6 +506,8 @@ class _Comparison:
                     left = first.full_entry(key, rank)
                     right = second.full_entry(key, rank)
                 self.compared_values[first.number, key.kind] += 1
+                # The norm of the first run also serves for the second run: it only sets the scale
+                # of rounding errors. It is missing if the first run has no value of the kind.
                 norm_of_kind = first.norms[rank].get(key.kind, 0.0)
                 if not self._are_close(left, right, norm_of_kind):
                     yield _Difference(
@@ -524,8 +535,8 @@ class _Comparison:
                 step, position=-1, rank=None, key=samples_key, first=None, second=None
             )
         # Rank 0 of each run has every value that does not depend on the layout.
-        first_entries = first.ranks[0]
-        second_entries = second.ranks[0]
+        first_entries = first.entries[0]
+        second_entries = second.entries[0]
         dependent_kinds = _kinds_that_depend_on_layout(first_entries, second_entries)
         for position, key in _keys_with_positions(first_entries, second_entries):
             # None where the run has no such value.
@@ -597,8 +608,8 @@ class _Comparison:
 
     def _strategies_differ(self) -> bool:
         """Return whether the runs have different strategies."""
-        first_settings = self.first.ranks[0].header.settings
-        second_settings = self.second.ranks[0].header.settings
+        first_settings = self.first.records[0].header.settings
+        second_settings = self.second.records[0].header.settings
         return first_settings.get("strategy") != second_settings.get("strategy")
 
     # [Note: Close]
@@ -635,7 +646,10 @@ class _Comparison:
         return distance <= max(self.close * norm, rounding)
 
     def _are_texts_close(self, first: Entry, second: Entry) -> bool:
-        """Return whether two values are equal or close. At most one of them is a tensor."""
+        """Return whether two values are equal or close. At most one of them is a tensor.
+
+        The ``text`` of a tensor is empty, and the ``digest`` of any other value is None.
+        """
         if self.close is None:
             return first.text == second.text and first.digest == second.digest
         if first.text == second.text:
@@ -776,16 +790,18 @@ def _kinds_that_depend_on_layout(first: _Entries, second: _Entries) -> set[str]:
         second: the entries of a rank of the second run, in the same step.
     """
     kinds: set[str] = set()
-    excess = Counter(key.kind for key in first)
-    excess.subtract(key.kind for key in second)
+    # By kind, how many values the first run has more than the second run.
+    excess_of_first = Counter(key.kind for key in first)
+    excess_of_first.subtract(key.kind for key in second)
     for kind in _BACKWARD_KINDS:
-        # With other numbers of micro-batches, the runs have other numbers of backward passes.
-        if excess[kind] != 0:
+        # The runs have made different numbers of backward passes, so a pass of one run has other
+        # samples than the pass with the same number in the other run.
+        if excess_of_first[kind] != 0:
             kinds.add(kind)
     has_weights = any(key.kind == "loss weight" for key in (*first, *second))
     if has_weights:
-        # Gradients of weighted losses have a factor that depends on the number of ranks, until
-        # clipping or the step divides them.
+        # After a backward pass, the gradients of a weighted loss have a factor that depends on the
+        # number of ranks. Clipping or the step removes it, so "gradient at the step" does compare.
         kinds.add("gradient")
     return kinds
 
@@ -825,8 +841,9 @@ def _pair_values(first: Sequence[Entry], second: Sequence[Entry]) -> Iterator[_P
 def _estimate_distance(first: Digest, second: Digest) -> float:
     """Return an estimate of the distance of two tensors. NaN if it is not finite.
 
-    A number of a sketch is the dot product of the tensor with a random vector. So the difference of
-    two such numbers is about as large as the norm of the difference of the tensors.
+    The distance is at least the difference of the norms. A number of a sketch is the dot product of
+    the tensor with a random vector. So the difference of two such numbers is about as large as the
+    norm of the difference of the tensors. The estimate is the largest of these differences.
     """
     distances = [abs(first.norm - second.norm)]
     for left, right in zip(first.sketch, second.sketch, strict=True):
@@ -838,7 +855,7 @@ def _estimate_distance(first: Digest, second: Digest) -> float:
 
 def _describe_run(run: _Run) -> str:
     """Return a line about a run."""
-    header = run.ranks[0].header
+    header = run.records[0].header
     strategy = header.settings.get("strategy", "")
     precision = header.settings.get("precision", "")
     ranks_text = f"{header.world_size} rank(s)"
@@ -846,10 +863,10 @@ def _describe_run(run: _Run) -> str:
 
 
 def _settings_lines(first: _Run, second: _Run) -> list[str]:
-    """Return a line for each setting that differs."""
+    """Return a line for each setting that differs between the first ranks of the runs."""
     lines: list[str] = []
-    first_settings = first.ranks[0].header.settings
-    second_settings = second.ranks[0].header.settings
+    first_settings = first.records[0].header.settings
+    second_settings = second.records[0].header.settings
     for name in first_settings | second_settings:
         first_value = first_settings.get(name, "")
         second_value = second_settings.get(name, "")
@@ -877,6 +894,7 @@ def _distance_lines(first: Entry, second: Entry) -> list[str]:
         return ["  infinite or undefined numbers have no distance: such tensors compare bit by bit"]
     norm = max(first.digest.norm, second.digest.norm)
     if norm == 0:
+        # All elements are zeros. The tensors differ in the dtype, or in the signs of zeros.
         return []
     return [f"  they are about {distance / norm:.1g} of the norm apart"]
 
