@@ -66,8 +66,12 @@ class DigestTables:
         self._blocks = _build_table(_MAX_BLOCKS, stream=2)
         self._by_device: dict[torch.device, tuple[_Table, _Table]] = {}
 
+    # See [Note: Digests].
     def packed_digest(self, chunk: Chunk, shape: Sequence[int]) -> Tensor:
         """Return the digest of a chunk as a tensor, without waiting for the chunk's device.
+
+        A change of the formulas would make new digests differ from those in the files of earlier
+        runs.
 
         Args:
             chunk: a shard of a tensor with its offsets, or the whole tensor. Any layout but a
@@ -218,6 +222,7 @@ def _flat_sparse_elements(tensor: Tensor, shape: Sequence[int]) -> _Elements:
     dense_offsets = [0] * len(dense_sizes)
     dense_indices = _box_indices(dense_sizes, dense_offsets, dense_sizes, values.device)
     sparse_indices = _flat_indices(coordinates, shape[: len(coordinates)])
+    # For each stored value, the index of its first element.
     starts = sparse_indices * math.prod(dense_sizes)
     indices = starts.unsqueeze(1) + dense_indices.flatten()
     return _real_elements(values, start=0, indices=indices.flatten())
@@ -278,6 +283,9 @@ def _box_indices(
 def _flat_indices(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return the indices in a flattened tensor of the elements with these coordinates.
 
+    The indices have the shape and device of the broadcast coordinates. Without coordinates, for a
+    scalar, the result is the index 0 on the CPU.
+
     Args:
         coordinates: for each dimension, the coordinates of all elements. They are broadcast.
         shape: the shape of the tensor.
@@ -293,6 +301,7 @@ def _scrambled_bits(values: Tensor) -> Tensor:
 
     The map mixes the bits, so that the changes of similar elements do not cancel in a sum. It
     multiplies by an odd number modulo 2**64, and xors with the upper half. Both can be undone.
+    Another map would make new digests differ from those in the files of earlier runs.
     """
     if values.dtype is torch.bool:  # cannot be viewed as an integer
         bits = values.to(torch.int64)
@@ -304,9 +313,17 @@ def _scrambled_bits(values: Tensor) -> Tensor:
 
 
 def _build_table(length: int, stream: int) -> _Table:
-    """Return a table of random numbers, which depend on the stream."""
-    # A row of keys, then the rows of weights. They use fewer numbers than 2**32, which the streams
-    # are apart.
+    """Return a table of random numbers.
+
+    They are the same in every run, and digests are made with them. Other numbers would make new
+    digests differ from those in the files of earlier runs.
+
+    Args:
+        length: the number of entries.
+        stream: an integer. Tables of different streams have different numbers.
+    """
+    # A row of keys, then the rows of weights. Streams begin 2**32 numbers apart, which is more than
+    # a table uses.
     count = (1 + SKETCH_SIZE) * length
     positions = torch.arange(count, device="cpu")
     numbers = _random_bits(positions + stream * 2**32).view(-1, length)
