@@ -232,6 +232,7 @@ def _examine_machine() -> Iterator[str]:
     yield _examine_command()
     yield _examine_open_files()
     if sys.platform == "linux":
+        # Docker gives a container 64 MiB by default.
         remedy = "docker run --shm-size=8g; workers of loaders use it"
         yield _examine_space("shared memory", "/dev/shm", 256 * _MIB, remedy)
     scratch = read_variable(os.environ, "TMPDIR") or tempfile.gettempdir()
@@ -350,7 +351,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     Collective. Rank 0 prints the findings.
 
     Args:
-        seconds: the unit of the time limits of the parts.
+        seconds: the user's time limit. A part that waits for other ranks gets twice as long.
         is_new: whether doctor has started this process. Then it uses the CPU if there are too few
             devices for all ranks.
 

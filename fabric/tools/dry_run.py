@@ -245,8 +245,10 @@ class _Job:
         Raises:
             ConfigurationError: the strategy has an option that a dry run does not cover.
         """
-        offloads = isinstance(strategy, FSDPStrategy) and strategy._offload_policy is not None
-        if offloads or getattr(strategy, "ddp_comm_hook", None) is not None:
+        offloads_to_cpu = (
+            isinstance(strategy, FSDPStrategy) and strategy._offload_policy is not None
+        )
+        if offloads_to_cpu or getattr(strategy, "ddp_comm_hook", None) is not None:
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem=problem)
         if precision is None:
@@ -401,7 +403,8 @@ def _alternatives(
         layer_types: the types of the layers that FSDP would wrap, whose activations are recomputed.
             Empty if the model has no repeated layers.
     """
-    # A strategy object serves one Fabric, so each alternative has a new object.
+    # A strategy object serves one Fabric, so each alternative has a new object. `base` is never
+    # yielded itself, but only copied.
     base: FSDPStrategy | ModelParallelStrategy = FSDPStrategy()
     options: list[str] = []
     if isinstance(requested, ModelParallelStrategy):
@@ -477,6 +480,7 @@ class _Trace(DispatchMode):
         self.peak = 0
         # The storages that were live at the peak, with their bytes at that time.
         self._storages_at_peak: list[tuple[_Storage, int]] = []
+        # By kind of collective, the bytes of the message of each call.
         self.calls: defaultdict[_CollectiveKey, list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -485,7 +489,8 @@ class _Trace(DispatchMode):
         torch calls this method for every operator while the mode is entered.
         """
         kwargs = kwargs or {}
-        # Operators of DTensor count, too, since their arguments still are parameters here.
+        # This comes before DTensor is handed its operators below: only here are the arguments
+        # still the model's parameters. Later they are local tensors.
         self._track_unsharded(func, args, kwargs)
         for tensor_type in types:
             if tensor_type not in PLAIN_TENSOR_TYPES and not issubclass(tensor_type, FakeTensor):
@@ -496,6 +501,7 @@ class _Trace(DispatchMode):
         self.track(output)
         collective = collective_of(func, args)
         if collective is not None:
+            # The output may be larger than all arguments, as that of a functional all_gather.
             self._count_collective(collective, (*args, output))
         self._update_peak()
         return output

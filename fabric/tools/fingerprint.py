@@ -94,7 +94,7 @@ def _open_file(call_text: str, folder: Path, rank: int) -> TextIO:
 
 
 def _header_of(session: Session, *, every: int, detail: str) -> Header:
-    """Return the header of this rank's file."""
+    """Return the header of this rank's file: its place in the job, and the job's settings."""
     runtime = session.runtime
     strategy = session.strategy
     sampler_kwargs = strategy.distributed_sampler_kwargs
@@ -179,12 +179,13 @@ class _Recorder:
         for pending in self._pending:
             if pending.digest is not None:
                 digests.append(pending.digest)
-        # All digests are read at once, since each read waits for the device.
-        rows = iter(_read_rows(digests))
+        # All digests are read at once, since each read waits for the device. They come in the order
+        # of the entries that have a digest.
+        unread_digests = iter(_read_rows(digests))
         for pending in self._pending:
             entry = pending.entry
             if pending.digest is not None:
-                entry = replace(entry, digest=unpack_digest(next(rows)))
+                entry = replace(entry, digest=unpack_digest(next(unread_digests)))
             if pending.samples is not None:
                 entry = replace(entry, samples=pending.samples.tolist())
             self._file.write(f"{entry.to_json()}\n")
@@ -397,7 +398,11 @@ class Fingerprint(SessionObserver):
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Record losses, gradients and steps until :meth:`close`, which removes the hooks."""
+        """Record losses, gradients and steps until :meth:`close`, which removes the hooks.
+
+        The session calls ``loss_checks`` before each backward pass, and ``backward_hooks.after``
+        after it.
+        """
         session = self._session
         before_step = register_optimizer_step_pre_hook(self._watch_step)
         self._hooks.callback(before_step.remove)
@@ -418,21 +423,24 @@ class Fingerprint(SessionObserver):
 
     @override
     def on_setup(self, model: FabricModule) -> None:
-        """Add a set-up module. With ``records_modules``, hook its forward pass and its layers'.
+        """Record a set-up module from now on, with ``records_modules`` also its forward passes.
 
+        Then hooks record the inputs and outputs of the module and of each module in it.
         The session calls this method for each module that is set up.
         """
         contract = model._fabric_contract
         prefix = ""
         if self._models:
             prefix = f"(model {len(self._models) + 1}) "
-        # Whether the ranks step with the same gradients. Of sharded parameters, each rank has its
-        # own shards, so that gradients_may_differ is True, but the gradients that they are shards
-        # of are the same. A single process has nobody to differ from.
+        # Whether the ranks step with the same gradients, or with shards of the same gradients. For
+        # shards, gradients_may_differ is True, since each rank has other ones. A single process has
+        # no other rank to differ from.
         is_synchronized = (
             contract.is_sharded or not contract.gradients_may_differ or not self._has_other_ranks
         )
-        self._models.append(_Model(prefix, contract, is_synchronized))
+        self._models.append(
+            _Model(prefix=prefix, contract=contract, is_synchronized=is_synchronized)
+        )
         if not self._records_modules:
             return
         for path, module in contract.module.named_modules():
@@ -518,7 +526,10 @@ class Fingerprint(SessionObserver):
             self._recorder.record("output", name, output)
 
     def _record_loss(self, loss: Tensor, weight: Any, reduce: str) -> None:
-        """Record a loss before its backward pass, without the factor of the loss scaler."""
+        """Record a loss before its backward pass, without the factor of the loss scaler.
+
+        The session calls this method with the arguments of ``Fabric.backward``.
+        """
         if not self._is_recording():
             return
         self._record_initial_state_once()
@@ -539,8 +550,10 @@ class Fingerprint(SessionObserver):
         if error is not None or not self._is_recording():
             return
         for model in self._models:
-            # A single rank has complete gradients after every backward pass. But FSDP hides
-            # unreduced gradients, even on a single rank.
+            # Whether every rank now has the gradients of the whole batch, or shards of them. With
+            # other ranks, this takes a backward pass that synchronizes. A single rank has them
+            # after every backward pass, except under FSDP: a pass that does not synchronize keeps
+            # them out of `parameter.grad`, even on a single rank.
             is_complete = not self._has_other_ranks and not model.contract.is_sharded
             is_reduced = model.is_synchronized and model.contract.synchronizes()
             for named_parameter in reversed(_parameters_of_model(model)):

@@ -75,7 +75,8 @@ def _read_panels(tables: list[Path]) -> _Panels:
         with open(table, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         for row_number, row in enumerate(rows):
-            # The cell is empty if the metrics were logged without a step. Then the row counts.
+            # The cell is empty if the metrics were logged without a step. Then the number of the
+            # row takes its place.
             step = float(row.pop("step") or row_number)
             for name, cell in row.items():
                 # A cell is empty if the metric was not logged in this row, and None if a crash has

@@ -149,6 +149,7 @@ class Timeline(SessionObserver):
         self.now: Callable[[], Mark] = time_ns
         if self._is_cuda:
             self.now = partial(_record_event, device)
+        # A profile sets on_step and trace. Until then, no span is kept in the trace.
         self.on_step: Callable[[int], None] | None = None
         self.trace: deque[_Span] = deque(maxlen=0)
         self.steps = 0
@@ -163,7 +164,7 @@ class Timeline(SessionObserver):
         self._rounds: deque[_Round] = deque(maxlen=_KEPT_ROUNDS)
         self._round_start = self.now()
         self._step_start = self._round_start
-        # Whether the current round is disturbed; see _Round. The first one has the setup.
+        # Whether the current round is disturbed; see _Round. The first round is, by the setup.
         self._is_round_disturbed = True
         # close() closes this stack, which removes the hooks.
         self._hooks = ExitStack()
@@ -180,6 +181,8 @@ class Timeline(SessionObserver):
         after_step = register_optimizer_step_post_hook(self._after_step)
         self._hooks.callback(after_step.remove)
         self._record_passes("backward", session.backward_hooks)
+        # The recorder enters its `collective_context` around each collective of fabric. A job of
+        # one process has no recorder.
         recorder = session.runtime.recorder
         if recorder is not None:
             earlier_context = recorder.collective_context
@@ -277,8 +280,8 @@ class Timeline(SessionObserver):
         """Return the times of each phase of the latest rounds, by number of the round.
 
         Disturbed rounds, which had work outside of the loop or a wait for the device, are left out.
-        If all finished rounds are disturbed, the result has only the
-        last one. If none is finished, the result has the current round. Waits for the device.
+        If all finished rounds are disturbed, the result has only the last one. If none is finished,
+        the result has the current round. Waits for the device.
         """
         # A disturbed round has the number 0.
         rounds = [finished for finished in self._rounds if finished.number > 0]
@@ -391,7 +394,9 @@ class Timeline(SessionObserver):
     def _end_round(self) -> None:
         """Keep the current round, and begin the next one."""
         now = self.now()
-        # totals() leaves out rounds with the number 0, if there are others.
+        # All ranks number a round alike, by the steps of the loop that have ended. A disturbed
+        # round has the number 0, by which totals() leaves it out. No other round has it: the round
+        # before the first step is always disturbed.
         number = 0 if self._is_round_disturbed else self.steps
         finished = _Round(number=number, begin=self._round_start, end=now, spans=self._spans)
         self._rounds.append(finished)
@@ -530,12 +535,14 @@ def timings(session: Session) -> Timings:
     totals_by_rank = session.runtime.communicator.gather_objects(timeline.totals())
     round_numbers = _common_rounds(totals_by_rank)
     phases = _phases_of(totals_by_rank, round_numbers)
-    # Both have the dimensions (rounds, ranks, phases).
+    # Both tensors have the dimensions (rounds, ranks, phases).
     seconds, possible_waits = _as_tensors(totals_by_rank, round_numbers, phases)
-    # The rank that comes last does not wait: its time is that of the communication itself.
+    # A possible wait is the time of a communication and of the wait for the other ranks before it.
+    # The rank that comes last does not wait, so its possible wait, which is the least, is the time
+    # of the communication alone.
     communication = possible_waits.amin(dim=1, keepdim=True)
     waits = possible_waits - communication
-    own = seconds - waits
+    own = seconds - waits  # what a rank needs by itself, communication included
     # The dimensions are (rounds, ranks).
     waited = waits.sum(dim=2)
     # The dimensions are (phases, ranks).
