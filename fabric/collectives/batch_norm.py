@@ -81,9 +81,9 @@ class SyncBatchNorm(_BatchNorm):
         local_count = values.numel() // values.size(1)
         local_sums = (values.sum(dims, keepdim=True), values.new_tensor(local_count))
         total, count = all_reduce(communicator, local_sums, Reduce.SUM)
-        # A lower bound of the count of all ranks, which is exact if that count is 0 or 1. The exact
-        # count, int(count), waits for the device and fails in a dry run. So it is read only if this
-        # rank has fewer than two values.
+        # Below, it only matters whether all ranks together have 0, 1 or more values. Reading their
+        # count, by int(count), waits for the device and fails in a dry run. So it is read only if
+        # this rank has fewer than two values. Otherwise the count of this rank is enough.
         min_count = local_count if local_count >= 2 else int(count)
         if min_count == 1:
             # The words of torch's error.
@@ -188,8 +188,9 @@ def synchronize_batch_norms(
         sync_class = nn.SyncBatchNorm
     for layer in layers:
         cleanup.callback(_restore_class, layer, type(layer))
+        # SyncBatchNorm reads the first attribute, and torch's class the second one, in which None
+        # stands for all ranks. The class of the layer declares neither, hence vars().
         vars(layer)["_ranks"] = ranks
-        # Only torch's class reads this attribute. None stands for all ranks.
         vars(layer)["process_group"] = None
         layer.__class__ = sync_class
 
@@ -221,8 +222,9 @@ def _check_layer(name: str, layer: nn.Module) -> None:
             problem="it has no parameters before its first forward pass",
             suggestion="model(batch) once on each rank before, or nn.BatchNorm2d(channels)",
         )
-    known_passes = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    if type(layer).forward not in known_passes:
+    # The layer may have been synchronized before, by fabric or by torch.
+    replaceable_passes = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    if type(layer).forward not in replaceable_passes:
         raise ConfigurationError(
             request,
             problem="the class has a forward pass of its own, which would be lost",

@@ -420,13 +420,13 @@ def describe(
             text. Default: False.
     """
     keys = describe_keys(structure)
-    leaf_texts = _describe_leaves(len(leaves), buckets, shows_gradients, is_ragged)
-    leaf_texts = leaf_texts.replace("torch.", "")
+    text_of_leaves = _describe_leaves(len(leaves), buckets, shows_gradients, is_ragged)
+    text_of_leaves = text_of_leaves.replace("torch.", "")
     if not keys:  # the collection is a single leaf, or has no keys
-        return leaf_texts
-    if not leaf_texts:
+        return text_of_leaves
+    if not text_of_leaves:
         return keys
-    return f"{keys}: {leaf_texts}"
+    return f"{keys}: {text_of_leaves}"
 
 
 def _describe_leaves(

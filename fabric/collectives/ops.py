@@ -658,6 +658,7 @@ class _Differentiable(torch.autograd.Function):
                 operation = Operation.REDUCE_SCATTER
                 op = Reduce.SUM
             case Operation.REDUCE_SCATTER:
+                # An all-gather ignores `op`. The division of a mean follows below.
                 operation = Operation.ALL_GATHER
             case Operation.BROADCAST:
                 operation = Operation.ALL_REDUCE
