@@ -195,7 +195,7 @@ class Collective(NamedTuple):
 
     @property
     def user_operation(self) -> str:
-        """The name of the operation, as the user called it."""
+        """The name of the user's call, for which fabric may make several operations."""
         if self.call is None:
             return self.operation.value
         return self.call.operation

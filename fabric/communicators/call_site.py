@@ -104,7 +104,8 @@ def frame_locals(frame: FrameType) -> dict[str, Any]:
     # The locals of a module or a class are its namespace, and no copy.
     is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if sys.version_info < (3, 13) and is_function:
-        # ``locals()`` returns the same dict, which the user may have kept.
+        # ``locals()`` returns the same dict, which the user may have kept. Then the dict has more
+        # references than the three that it has here anyway.
         is_kept_by_user = sys.getrefcount(f_locals) > _REFERENCES_TO_LOCALS
         if not is_kept_by_user:
             f_locals.clear()

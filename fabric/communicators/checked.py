@@ -205,7 +205,8 @@ class CheckedCommunicator(Communicator):
         has_result_from_rows = collective.operation in _WITH_RESULT_FROM_ROWS
         rows_carry_data = has_result_from_rows and buffer.nbytes <= _ROW_BYTES - _DATA_START
         num_elements = buffer.numel() if rows_carry_data else 0
-        # Calls with this key have rows with the same checksum and the same place for the data.
+        # Calls with this key have rows with the same checksum and the same place for the data, so a
+        # call may use the rows of an earlier one.
         key = (text, buffer.dtype, num_elements)
         rows = None
         can_reuse_rows = self._can_reuse_rows(collective)
@@ -260,6 +261,8 @@ class CheckedCommunicator(Communicator):
 
     def _reduce_checksums(self, collective: Collective, text: str) -> Tensor:
         """Return the largest checksum of the ranks, and the negative of the least one.
+
+        One reduction gives both. Their magnitudes are equal if all ranks have the same checksum.
 
         Args:
             collective: the collective of this rank.

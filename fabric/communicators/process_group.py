@@ -71,6 +71,7 @@ class ProcessGroupCommunicator(Communicator):
         self._group = group
         # Whether new_group() has made the group, so that close() destroys it.
         self._owns_group = False
+        # The device of the process, which new_group() passes on. See `self.device` below.
         self._process_device = device
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"

@@ -64,7 +64,7 @@ class RecordedCommunicator(Communicator):
         # report then shows the call.
         recorder.latest_collective = entry
         recorder.open_collectives[thread] = entry
-        recorder.latest_key = entry.group
+        recorder.latest_key = entry.group  # the group whose count _new_entry() has increased
         try:
             for check in recorder.checks:
                 check(entry, collective)
@@ -75,6 +75,7 @@ class RecordedCommunicator(Communicator):
                 with recorder.collective_context(entry):
                     result = self._checked.run(collective)
         except RuntimeError as error:
+            # torch raises a RuntimeError for a timeout or a lost rank. It gets the hang report.
             recorder.annotate(error)
             raise
         finally:
@@ -121,7 +122,11 @@ class RecordedCommunicator(Communicator):
         )
 
     def _new_entry(self, collective: Collective) -> Entry:
-        """Count a collective that starts, and return the entry that describes it."""
+        """Count a collective that starts, and return the entry that describes it.
+
+        The members of a group make its collectives in the same order, so the number of a collective
+        in its group is the same on all of them. Hang reports and checked mode match calls by it.
+        """
         group = self._name
         members = self._ranks
         if collective.operation in (Operation.SEND, Operation.RECV):
