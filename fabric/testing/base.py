@@ -365,7 +365,7 @@ class _Equality:
         equal_nan: as in :func:`assert_same`.
         signed_zeros: as in :func:`assert_same`.
         epsilons: how many times the machine epsilon of its dtype a value may differ, in addition to
-            the other tolerances.
+            the other tolerances. Above 0 only for sums over ranks.
     """
 
     rtol: float
@@ -449,6 +449,8 @@ def differences(
         signed_zeros: whether 0.0 differs from -0.0.
         summed: the values of all ranks, as in :func:`assert_same`.
     """
+    # The bound n * eps * s of assert_same(), without the factor eps, which depends on the dtype of
+    # each result.
     epsilons = len(summed) * sum(_largest_magnitude(value) for value in summed)
     equality = _Equality(rtol, atol, equal_nan, signed_zeros, epsilons)
     return _differences(actual, expected, path, equality)
@@ -529,7 +531,8 @@ def _is_wrong(actual: Tensor, expected: Tensor, equality: _Equality) -> Tensor:
     """
     if not actual.is_floating_point() and not actual.is_complex():
         return actual != expected
-    atol = equality.atol + equality.epsilons * torch.finfo(actual.dtype).eps
+    rounding_of_sums = equality.epsilons * torch.finfo(actual.dtype).eps
+    atol = equality.atol + rounding_of_sums
     is_close = torch.isclose(actual, expected, equality.rtol, atol, equal_nan=equality.equal_nan)
     if not equality.signed_zeros:
         return ~is_close

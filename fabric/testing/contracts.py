@@ -66,11 +66,11 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     Raises:
         AssertionError: a check fails. The text names the check and the difference.
     """
-    # All checks have the same arguments, though only the last one uses the type of the device.
-    checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
-    for check in checks:
+    for check in (_check_precision_pickles, _check_conversion):
         with failures_as_assertion_errors(check):
-            check(precision, device_type)
+            check(precision)
+    with failures_as_assertion_errors(_check_forward_context):
+        _check_forward_context(precision, device_type)
     assert_equivalent(
         _train_three_steps,
         strategies=("ddp", "fsdp"),
@@ -83,15 +83,18 @@ def check_precision(precision: Precision, device_type: str = "cpu", rtol: float 
     )
 
 
-def _check_precision_pickles(precision: Precision, device_type: str) -> None:
+def _check_precision_pickles(precision: Precision) -> None:
     """Check that a precision can be pickled, and that its copy is equal to it."""
     pickled = pickle.dumps(precision)
     unpickled = pickle.loads(pickled)  # noqa: S301 - pickled just above
     assert unpickled == precision, "the copy is not equal"
 
 
-def _check_conversion(precision: Precision, device_type: str) -> None:
-    """Check that Precision.convert_module keeps the parameter objects. Optimizers hold them."""
+def _check_conversion(precision: Precision) -> None:
+    """Check that Precision.convert_module keeps the parameter objects.
+
+    An optimizer that was made before the conversion holds these objects.
+    """
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     parameters_before = dict(module.named_parameters())
     precision.convert_module(module)

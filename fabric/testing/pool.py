@@ -555,7 +555,8 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         limits: when the call counts as hanging.
 
     Returns:
-        The seconds after which the call counts as hanging, for the error text of such a call.
+        The seconds after which the call counts as hanging, for the error text of such a call. Of no
+        use to the caller if all ranks have replied or one has failed.
     """
     is_settled = partial(_is_settled, supervisor)
     start = monotonic()

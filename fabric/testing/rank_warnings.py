@@ -30,7 +30,8 @@ def recorded_warnings() -> Iterator[list[RankWarning]]:
     """Record all warnings of this process during the block, and print none of them.
 
     Yields:
-        A list, which is filled with the distinct warnings at the end of the block.
+        A list, which is filled with the distinct warnings at the end of the block. It stays empty
+        if the block raises.
     """
     distinct: list[RankWarning] = []
     with warnings.catch_warnings(record=True) as records:

@@ -210,6 +210,7 @@ class _ThreadedCall:
         size = len(self.reports)
         communicator = ThreadCommunicator(self.mailbox, rank, world_ranks=range(size))
         strategy = ThreadedStrategy(communicator, self.store)
+        # The launcher is never used, since the fabric joins a job below.
         options = {"accelerator": "cpu", "devices": size, **self.fabric_options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
         # The fabric connects as if a launcher had started this thread as a rank.
@@ -433,6 +434,7 @@ class ThreadCommunicator(Communicator):
                 reduce-scatter and an all-to-all, each value has one row per rank.
         """
         buffer = collective.buffer
+        # Operations without a reduction do not use the default.
         reduction = collective.reduce or Reduce.SUM
         value_of_source: Any = None
         if collective.peer is not None:

@@ -113,15 +113,15 @@ class ShrinkingBudget:
         """
         # A test of hypothesis has imported hypothesis, which is an optional dependency.
         hypothesis = sys.modules.get("hypothesis")
-        frame = None
+        frame_of_run = None
         if hypothesis is not None and hypothesis.currently_in_test_context():
-            frame = _outermost_frame_of_hypothesis()
-        if frame is not self._run.frame:
-            # Another run of a test has begun.
-            self._run = _TestRun(frame)
-        if hypothesis is None or frame is None:
-            return
-        call = hashlib.sha256(pickled_call).digest()
+            frame_of_run = _outermost_frame_of_hypothesis()
+        if frame_of_run is not self._run.frame:
+            # Another run of a test has begun, or a test has ended. Its budget is new.
+            self._run = _TestRun(frame_of_run)
+        if hypothesis is None or frame_of_run is None:
+            return  # not in a test of hypothesis
+        call_hash = hashlib.sha256(pickled_call).digest()
         if self._run.seconds_used > self._max_seconds:
             from hypothesis.control import current_build_context
 
@@ -130,9 +130,9 @@ class ShrinkingBudget:
                     "This may not be the smallest example: failing examples took longer than "
                     f"max_shrinking_time={self._max_seconds:g} seconds of the RankPool."
                 )
-            elif call not in self._run.known_calls:
+            elif call_hash not in self._run.known_calls:
                 hypothesis.reject()  # raises
-        self._run.known_calls.add(call)
+        self._run.known_calls.add(call_hash)
 
     def record_failure(self, seconds: float) -> None:
         """Record that a call has failed after some seconds, which include the start of its ranks.
