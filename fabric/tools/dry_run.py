@@ -113,8 +113,8 @@ class DryRun:
         for traffic in self.traffic:
             label = f"{traffic.calls} {traffic.operation} over {traffic.ranks} ({traffic.axis})"
             lines.append(f"  {label:<36}{_with_unit(traffic.nbytes):>12} a step")
-        for text, alternative in self.alternatives.items():
-            lines.append(f"{text}: {alternative._verdict}")
+        for code, alternative in self.alternatives.items():
+            lines.append(f"{code}: {alternative._verdict}")
         return "\n".join(lines)
 
     @property
@@ -611,6 +611,7 @@ class _Trace(DispatchMode):
             collective: the collective.
             values: the arguments of its operator, and the output.
         """
+        # A buffer whose kind is unknown so far counts as memory for communication.
         self.track(values, "communication")
         group = collective.group
         # torch's description of a group is "default_pg", or "mesh_" and the name of a dimension.

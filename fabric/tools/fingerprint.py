@@ -62,6 +62,7 @@ def fingerprint(
         if isinstance(observer, Fingerprint) and observer.is_active:
             raise UsageError(call_text, problem="another fingerprint is under way")
     header = _header_of(session, every=every, detail=detail)
+    # The stack closes the observer first, which writes its last entries, and then the file.
     with ExitStack() as stack:
         # Rank 0 looks for an earlier fingerprint before any rank writes its file. An error of rank
         # 0 in this block is raised on all ranks.

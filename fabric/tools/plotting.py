@@ -64,7 +64,11 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
 
 
 def _read_panels(tables: list[Path]) -> _Panels:
-    """Read the metrics of all tables into panels, which are named by the text after the last ``/``.
+    """Read the metrics of all tables into panels.
+
+    A panel is named by the text after the last ``/`` of its metrics, such as ``loss`` for
+    ``train/loss`` and ``val/loss``. It has a line for each metric and, with several tables, for
+    each table.
 
     Args:
         tables: the CSV files that ``CSVLogger`` wrote, one for each run. Each has a column ``step``

@@ -211,16 +211,16 @@ class Throughput:
         # Ranks that share a batch, as in tensor parallelism, have all counted its samples. So the
         # sum of samples is divided by the number of ranks per batch. Tokens count only once, since
         # each rank counts the tokens of its part.
-        different_batches = self._fabric.strategy._data_parallel_communicator().size
-        samples = sums.samples * (different_batches / sums.ranks)
-        flops_of_one_process = sums.flops / sums.ranks / seconds
+        num_different_batches = self._fabric.strategy._data_parallel_communicator().size
+        samples = sums.samples * (num_different_batches / sums.ranks)
+        flops_per_second_and_rank = sums.flops / sums.ranks / seconds
         mfu = 0.0
         if self._peak_flops:
-            mfu = flops_of_one_process / self._peak_flops
+            mfu = flops_per_second_and_rank / self._peak_flops
         rates = {
             "samples_per_second": samples / seconds,
             "tokens_per_second": sums.tokens / seconds,
-            "flops_per_second": flops_of_one_process * self._fabric.world_size,
+            "flops_per_second": flops_per_second_and_rank * self._fabric.world_size,
             "mfu": mfu,
         }
         # A rate of 0 is not known: the loop has no tokens, or no FLOPs were counted.

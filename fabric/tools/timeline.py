@@ -370,7 +370,7 @@ class Timeline(SessionObserver):
         """Record the time since the forward pass began as a wait.
 
         A hook before the forward of the user's module. DDP calls this forward after it has
-        broadcast the buffers.
+        broadcast the buffers. Nothing is recorded if the user calls the module itself, without DDP.
         """
         if self._open_spans and self._open_spans[-1].name == "forward":
             begin = self._open_spans[-1].begin
@@ -860,7 +860,8 @@ class _Profile:
         self._timeline.on_step = None
         # A deque of length 0 keeps nothing: this ends the recording.
         self._timeline.trace = deque(maxlen=0)
-        # The start is rank 0's time, so all ranks have the same topic, and each profile another.
+        # The start is rank 0's time. So the topic is the same on all ranks, and different for each
+        # profile.
         topic = f"trace/{self._clock.start}"
         try:
             self._store.publish(topic, self._events)
