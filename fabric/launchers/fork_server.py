@@ -422,7 +422,8 @@ class _Server:
         while os.getppid() == self._owner_pid:
             ready = wait([self._requests, self._wakeup_reader], timeout=1.0)
             if self._wakeup_reader in ready:
-                os.read(self._wakeup_reader, 4096)  # empties the pipe; the bytes have no meaning
+                # A rank has ended. The bytes have no meaning: reading them empties the pipe.
+                os.read(self._wakeup_reader, 4096)
                 self._report_exits()
             if self._requests not in ready:
                 continue
@@ -432,6 +433,7 @@ class _Server:
                 break
             if request == _HAZARD_REQUEST:
                 hazard = _find_fork_hazard(self._path_entry).encode()
+                # An answer has at least one byte: the owner reads b"" if the server has ended.
                 self._requests.sendall(hazard or _NO_HAZARD)
                 continue
             control = self._fork_rank(*descriptors)

@@ -80,8 +80,8 @@ class StopRequest:
         self._reporter = runtime.reporter
         self._call_count = 0  # of is_due()
         # The number of the call at which this rank is held. Before that call, is_due() only counts.
-        # - 0: is_due() calls _decide() every time. So it is before the first call, and always if
-        #   there is no reporter.
+        # - 0: is_due() calls _decide() every time. The value is 0 before the first call, and stays
+        #   0 if there is no reporter.
         # - _NO_CALL: no rank is asked to stop.
         self._held_call = 0.0
         # True from the first call of is_due() until this rank answers. A rank answers once, after
@@ -117,9 +117,9 @@ class StopRequest:
     def _decide(self) -> bool:
         """Return whether this is the call of :meth:`is_due` at which all ranks stop.
 
-        With a reporter, :meth:`is_due` calls this method at its first call, and from the held call
-        on. Without a reporter, :meth:`is_due` calls this method every time, and this method is
-        collective.
+        With a reporter, :meth:`is_due` calls this method at its first call, and again once a rank
+        is asked to stop, from the held call on. Without a reporter, :meth:`is_due` calls this
+        method every time, and this method is collective.
         """
         if not self._is_listening:
             self._listen()
@@ -250,7 +250,9 @@ class StopRequest:
     def _read_store(self, store: JobStore, now: float) -> None:
         """Hold this rank once any rank is asked to stop. From then on, read the agreed call.
 
-        The reporter's thread calls this method and has the ``_answer_lock``.
+        A held rank waits in its next call of :meth:`is_due` until the agreed call is known: the
+        number of the call at which all ranks stop. The reporter's thread calls this method and has
+        the ``_answer_lock``.
         """
         # Once this rank has answered, it is held, and only the agreed call is missing.
         if self._has_to_answer:

@@ -94,8 +94,9 @@ class Script:
         else:  # python -m name
             name = spec.name.removesuffix(".__main__")
             is_module = True
-        arguments = _arguments_from(command, name, is_module)
-        return cls(name=name, is_module=is_module, arguments=_in_hydra_folder(arguments))
+        # With an argument for Hydra, if it is running: the ranks share one output folder.
+        arguments = _in_hydra_folder(_arguments_from(command, name, is_module))
+        return cls(name=name, is_module=is_module, arguments=arguments)
 
     def __call__(self) -> Callable[[], None]:
         """Prepare this process to run the script, and return the function that runs the script.
@@ -150,7 +151,8 @@ class Script:
     def _first_files(self) -> list[Path]:
         """Return the files that a rank runs first: the script, or a module and its packages.
 
-        Nothing is imported. The list is empty if there is no such module, which the ranks report.
+        Nothing is imported. The list is empty if there is no such module: the ranks then fail to
+        import the module, and report this error.
         """
         if not self.is_module:
             script = Path(self.name)
@@ -438,14 +440,11 @@ def run_script(
     try:
         with supervisor:
             if server is not None:
-                # Waits until the server has imported torch.
-                hazard = script.find_fork_hazard()
-                if hazard == "":
-                    hazard = server.find_hazard(while_waiting=supervisor.raise_if_signaled)
+                hazard = _find_fork_hazard(script, server, supervisor)
+                if hazard != "" and prints_hazard:
+                    text = f"fabric run: the ranks start in new interpreters: {hazard}"
+                    print(text, file=sys.stderr)
                 if hazard != "":
-                    if prints_hazard:
-                        text = f"fabric run: the ranks start in new interpreters: {hazard}"
-                        print(text, file=sys.stderr)
                     server = None
             start_process = partial(_start_process, script, logs, server)
             supervisor.start(
@@ -473,6 +472,22 @@ def run_script(
     if any(rank.exit_code != 0 for rank in supervisor.ranks):
         return ScriptEnd(1, is_canceled=True)
     return ScriptEnd(0)
+
+
+def _find_fork_hazard(script: Script, server: ForkServer, supervisor: Supervisor) -> str:
+    """Return why forked ranks could differ from ranks in new interpreters, or an empty text.
+
+    Waits until the server has imported torch.
+
+    Args:
+        script: the script of the ranks.
+        server: the fork server.
+        supervisor: ends the wait by an error if a signal has arrived.
+    """
+    hazard = script.find_fork_hazard()
+    if hazard != "":
+        return hazard
+    return server.find_hazard(while_waiting=supervisor.raise_if_signaled)
 
 
 def _has_secondary_failure(supervisor: Supervisor, global_rank: int) -> bool:

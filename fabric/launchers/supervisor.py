@@ -139,10 +139,11 @@ def read_stat(pid: int | str) -> dict[int, str]:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return {}
-    # The second field is the name of the program in parentheses, which may contain spaces.
+    # Spaces separate the fields, whose numbers begin with 1. The second field is the name of the
+    # program in parentheses, which may contain spaces, so the text is split after this field.
     process_id, _, _ = stat.partition(" ")
-    _, _, after_name = stat.rpartition(")")
-    fields = dict(enumerate(after_name.split(), start=3))
+    _, _, text_after_name = stat.rpartition(")")
+    fields = dict(enumerate(text_after_name.split(), start=3))
     fields[StatField.PROCESS_ID] = process_id
     return fields
 
@@ -304,7 +305,7 @@ class RankProcess:
             text = self.failure.text
         else:
             text = self.messages.get("stack") or self.read_stack()
-        frames = list(_FRAME.finditer(text))
+        frames = list(_FRAME.finditer(text))  # only the frames of user code
         if frames:
             # In a traceback a comma follows the line number, and the innermost frame is the last.
             # In a stack of faulthandler the innermost frame is the first.
@@ -521,9 +522,12 @@ class Supervisor:
     ) -> tuple[RankConfig, PrivateFile]:
         """Return the configuration of a rank, and the new file for its stack traces.
 
+        The caller makes a RankProcess of both, whose file :meth:`close` closes.
+
         Args:
             world: the place of the rank.
-            results: which ranks send back their results, as in :meth:`start`.
+            results: which ranks send back their results: ``"all"``, ``"first"`` (only rank 0) or
+                ``"none"``.
             user_variables: variables for the environment of the rank. They replace variables of
                 fabric.
             runs_script: whether the rank runs a script.

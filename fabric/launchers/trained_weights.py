@@ -28,7 +28,8 @@ class TrainedResult(NamedTuple):
 def modules_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Module]:
     """Return the modules among the arguments of a function, each once.
 
-    The launching process and the ranks, which have copies of the arguments, get the same order.
+    The ranks call it to return the trained weights, and the launching process to load them. Both
+    get the modules in the same order, although the ranks have copies of the arguments.
 
     Args:
         args: the positional arguments of the function, which may be collections.
