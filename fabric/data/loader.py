@@ -482,6 +482,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         return self._job.lockstep.batches(remaining, choose, marks_last_batch=marks_last_batch)
 
     def _ends_in_lockstep(self) -> bool:
+        """Return whether a loop ends on all ranks together, by messages between the ranks."""
         return self._spec.ends_in_lockstep and self._job.lockstep.size > 1
 
     def _may_end_unevenly(self) -> bool:

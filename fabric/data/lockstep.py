@@ -193,8 +193,8 @@ class Lockstep:
             choose: ``min`` ends the loop on all ranks when the first rank runs out of batches.
                 ``max`` ends it when all ranks have run out.
             marks_last_batch: whether ``position.is_final`` has to be true while the user has the
-                last batch. Then the exchange is awaited before the batch is yielded, so that they
-                do not overlap. If not, ``is_final`` stays false.
+                last batch. Then the exchange is awaited before the batch is yielded, so it does not
+                overlap with the user's step. If not, ``is_final`` stays false.
         """
         loop_number = next(self._loop_numbers)
         batch_number = 0  # of the current batch, from 1

@@ -53,7 +53,8 @@ class SynchronizedStreams:
     ) -> tuple[State, T]:
         """Run ``action`` with the streams in a saved state, or in rank 0's state.
 
-        All ranks call this method in the same sequence. Afterwards, the streams are as follows:
+        Without ``saved``, all ranks call this method in the same sequence. Afterwards, the streams
+        are as follows:
 
         - A generator continues from where ``action`` left it.
         - A global stream of the process (of torch, numpy or Python) continues from there, too, if
@@ -72,7 +73,7 @@ class SynchronizedStreams:
         """
         local_state = self.streams.state()
         if saved is not None:
-            # All ranks have loaded the same state, so rank 0 need not send its own.
+            # Not a collective, since all ranks have the same saved state.
             self.streams.restore(saved)
             result = action()
             self.streams.restore_global_streams(local_state)
@@ -325,8 +326,9 @@ class ShardedSampler:
     ) -> Iterator[Any]:
         """Yield this rank's entry of each round.
 
-        Between rounds, other code draws from the same global streams. So that this does not change
-        the order, the streams have the private state only while the sampler draws a round.
+        Between rounds, other code draws from the same global streams. These draws must not change
+        the order. So the sampler draws each round from a private state of the streams, and
+        afterwards the streams have their earlier state again.
 
         Args:
             entries: the entries of the next round, which is incomplete at the end of the order.

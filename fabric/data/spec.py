@@ -159,8 +159,8 @@ class LoaderSpec:
     def shard_length(self, position: EpochPosition) -> int | None:
         """Return the number of entries that this rank receives in an iteration. None if unknown.
 
-        Entries are samples or, if the user's sampler yields whole batches, batches. Those that were
-        received before the iteration began do not count.
+        Entries are samples or, if the user's sampler yields whole batches, batches. The entries
+        that were received before the iteration began do not count.
         """
         if self.sharded_sampler is None or length_of(self.order_source) is None:
             return None
@@ -374,9 +374,9 @@ def _shard_order(loader: DataLoader[Any], request: ShardRequest) -> LoaderSpec:
     """Shard the order of a map-style dataset, unless the sampler shards by itself.
 
     The *order* is what the user's sampler yields in one epoch. This function puts a sampler of
-    fabric into the loader, which yields this rank's shard of the order. On one rank it does so,
-    too, so that fabric can save how the order was drawn, and draw it again after a resume. But a
-    loader with a ``state_dict`` of its own may save more than that, and then keeps its sampler.
+    fabric into the loader, which yields this rank's shard of the order. A job of one rank gets this
+    sampler, too, so that fabric can save how the order was drawn, and draw the order again after a
+    resume. But a loader with a ``state_dict`` of its own may save more, and then keeps its sampler.
 
     Args:
         loader: the prepared loader. Its sampler or batch sampler is replaced.
@@ -507,7 +507,7 @@ def _install_sampler(
     loader: DataLoader[Any], order: _Order, sharded_sampler: ShardedSampler
 ) -> None:
     """Replace the sampler or batch sampler of the prepared loader by the sharded one."""
-    if loader.batch_sampler is None:
+    if loader.batch_sampler is None:  # without automatic batching, torch iterates the sampler
         _replace_attribute(loader, "sampler", sharded_sampler)
         return
     _replace_attribute(loader, "batch_sampler", sharded_sampler)
