@@ -116,7 +116,7 @@ def inspect_on_all_ranks(
     attempt = _attempt(step, *args)
     has_error = attempt.error is not None
     bad_tensor = None
-    if attempt.result is not None:
+    if attempt.result is not None:  # the step has not failed
         _, bad_tensor = attempt.result
     has_bad_tensor = bad_tensor is not None
     failed_rank, bad_rank = _first_ranks_with_true(communicator, [has_error, has_bad_tensor])
