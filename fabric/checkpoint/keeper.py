@@ -178,7 +178,7 @@ class Checkpoints:
         # The checkpoints that the text files name now, and the checkpoints that they named before
         # their last change. All of them stay: another process may have read such a name and not
         # opened the checkpoint yet.
-        self._text_files = content.texts
+        self._published_names = content.texts
         self._named_before_last_change: set[str] = set()
         self._last_save_number = _last_save_number(content)
         # Update the text files: a killed job may have left the names of older checkpoints.
@@ -277,11 +277,13 @@ class Checkpoints:
                 step_here,
                 step_on_first,
             )
-            # A coordinator for this save alone.
+            # A coordinator for this save alone, which may search the state for bad values.
             saving_coordinator = replace(coordinator, finds_bad_tensors=self._sets_unhealthy_apart)
             self._last_save_number += 1
             name = f"{self._last_save_number:08}-step-{step_on_first.number}"
             snapshot = saving_coordinator.take_snapshot(self._path / name, state)
+            # write() writes the checkpoint inside of the context ``commit``, which writes the
+            # metrics before and removes older checkpoints after.
             bad_tensor = snapshot.bad_tensor
             if bad_tensor is None:
                 commit = partial(self._commit, name, step_on_first.metrics)
@@ -362,7 +364,13 @@ class Checkpoints:
 
         With different values, the ranks would disagree on which checkpoints to keep. Metrics other
         than the best metric may differ.
+
+        Args:
+            request: the user's call, for the error.
+            step_here: what the user has passed on this rank.
+            step_on_first: what the user has passed on rank 0.
         """
+        # The values of the best metric, as numbers to compare.
         score_here = self._score(step_here.metrics)
         score_on_first = self._score(step_on_first.metrics)
         if (step_here.number, score_here) == (step_on_first.number, score_on_first):
@@ -395,7 +403,7 @@ class Checkpoints:
         # Called before the save to write the metrics files. The call also removes a checkpoint that
         # a killed job has left beyond the number to keep.
         self._rotate(communicator, metrics_files)
-        with self._removed_next_unless_saved(name, communicator):
+        with self._stale_unless_saved(name, communicator):
             yield
         self._metrics_by_checkpoint[name] = metrics
         self._rotate(communicator)
@@ -409,12 +417,18 @@ class Checkpoints:
     ) -> Iterator[None]:
         """Have the block save an unhealthy state, and then remove earlier unhealthy checkpoints.
 
-        Collective. No healthy checkpoint is removed. The arguments are like those of
-        :meth:`_commit`, with the bad tensor in place of metrics.
+        Collective over ``communicator``. No healthy checkpoint is removed. A background save enters
+        this context on the thread that writes.
+
+        Args:
+            name: the name of the checkpoint, which ends with ``-unhealthy``.
+            bad_tensor: why the state is unhealthy. Written to the ``.json`` file of the checkpoint.
+            communicator: the ranks, in a group that no other thread uses.
         """
         self._publish(communicator, {f"{name}.json": json.dumps(bad_tensor._asdict())})
-        with self._removed_next_unless_saved(name, communicator):
+        with self._stale_unless_saved(name, communicator):
             yield
+        # The next _publish() removes the stale names: here, the earlier unhealthy checkpoints.
         self._stale_names.extend(self._unhealthy_reasons)
         self._unhealthy_reasons = {name: str(bad_tensor)}
         self._publish(communicator)
@@ -422,12 +436,12 @@ class Checkpoints:
         _report_to_ray({"step": _step_number(name)}, None, communicator.rank)
 
     @contextmanager
-    def _removed_next_unless_saved(self, name: str, communicator: Communicator) -> Iterator[None]:
+    def _stale_unless_saved(self, name: str, communicator: Communicator) -> Iterator[None]:
         """Have the next save remove the checkpoint ``name`` if the block fails to save it.
 
         Collective over ``communicator``.
         """
-        # If the block raises, the name stays in the list of checkpoints to remove.
+        # If the block raises, the name stays in this list, which the next _publish() removes.
         self._stale_names.append(name)
         yield
         # A CheckpointIO of the user may write in the background. wait() raises the error of such a
@@ -438,7 +452,10 @@ class Checkpoints:
     def _rotate(
         self, communicator: Communicator, metrics_files: Mapping[str, str] | None = None
     ) -> None:
-        """Remove all checkpoints but the newest of different steps and the best one. Collective.
+        """Remove all checkpoints but the newest ``keep`` of different steps and the best one.
+
+        Also updates the text files ``latest`` and ``best``. Collective. Checkpoints that
+        :meth:`restore` has skipped stay, and so do those that a text file has just stopped naming.
 
         Args:
             communicator: all ranks.
@@ -450,12 +467,12 @@ class Checkpoints:
         newest_by_step = {_step_number(name): name for name in self._metrics_by_checkpoint}
         newest = [name for name in self._metrics_by_checkpoint if name in newest_by_step.values()]
         undamaged = [name for name in newest if name not in self._skipped_names]
-        texts = self._latest_and_best()
-        if texts != self._text_files:
+        names_to_publish = self._latest_and_best()
+        if names_to_publish != self._published_names:
             # The text files have named these checkpoints until now. They stay until the next save:
             # another process may have read a name, and not opened the checkpoint yet.
-            self._named_before_last_change = set(self._text_files.values())
-            self._text_files = texts
+            self._named_before_last_change = set(self._published_names.values())
+            self._published_names = names_to_publish
         retained = {
             *undamaged[-self._num_to_keep :],
             *self._skipped_names,
@@ -468,6 +485,7 @@ class Checkpoints:
             if name not in retained:
                 del self._metrics_by_checkpoint[name]
                 self._stale_names.append(name)
+        # Writes the files on rank 0, and removes the stale checkpoints.
         self._publish(communicator, metrics_files)
 
     def _publish(
@@ -539,7 +557,7 @@ class Checkpoints:
 
         Collective; all processes restore the same checkpoint. Damaged and unhealthy checkpoints
         (see :meth:`save`) are skipped, with a warning on rank 0. Damaged ones stay in the folder
-        until the job ends. From then on, the restored checkpoint counts as the newest.
+        until the job ends. After this call, the restored checkpoint counts as the newest.
 
         Returns:
             The step of the checkpoint. None if there is no checkpoint.
@@ -554,7 +572,7 @@ class Checkpoints:
         # _load_newest() adds a sentence about each checkpoint that is skipped.
         problems: list[str] = []
         with self._running_session("load").checkpoint_coordinator(phase="load") as coordinator:
-            # A pending save may be writing the newest checkpoint.
+            # A background save may be writing the newest checkpoint. Its error is raised here.
             coordinator.join_pending()
             name = self._load_newest(coordinator, state, problems)
         if name is None:
@@ -587,6 +605,7 @@ class Checkpoints:
         Raises:
             CheckpointError: no checkpoint is intact and healthy, or the newest one does not fit.
         """
+        # The dict has the newest checkpoint last.
         for name in reversed(list(self._metrics_by_checkpoint)):
             try:
                 coordinator.load(self._path / name, state)
@@ -597,6 +616,7 @@ class Checkpoints:
                 # Without its metrics, the checkpoint is never the best one.
                 self._metrics_by_checkpoint[name] = {}
             else:
+                # An earlier restore() may have skipped it while its disk was not mounted.
                 self._skipped_names.discard(name)
                 problems.extend(self._problems_of_unhealthy(newer_than=name))
                 return name
@@ -754,15 +774,17 @@ class _RunFolder:
         # Raises if another job has locked the folder.
         self._lock = _FolderLock(request, path, job_files)
         # The content of each text file by its name, such as "best": the name of a checkpoint.
-        self._text_files: dict[str, str] = {}
+        self._text_contents: dict[str, str] = {}
 
     def recover(self) -> _FolderContent:
         """Remove what killed jobs left, and return the checkpoints of the folder.
 
-        A killed job leaves temporary files, and saves that were not committed.
+        A killed job leaves temporary files, and saves that were not committed. Called once, before
+        this job writes into the folder.
         """
         clear_temporaries(self._path, rf"(?:{'|'.join(_TEXT_FILES)}|{_NAME}(?:\.json)?)")
-        # Any file of a checkpoint gives its name: a killed job may have left only some of them.
+        # Each file of a checkpoint has the name of the checkpoint in its name. A killed job may
+        # have left only some of the files.
         names: set[str] = set()
         for entry in self._path.iterdir():
             match = _FILE.fullmatch(entry.name)
@@ -771,11 +793,11 @@ class _RunFolder:
         for title in _TEXT_FILES:
             path = self._path / title
             if path.is_file():
-                self._text_files[title] = path.read_bytes().decode(errors="replace").strip()
-        content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._text_files))
+                self._text_contents[title] = path.read_bytes().decode(errors="replace").strip()
+        content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._text_contents))
         # The order of the names is the order of the saves.
         for name in sorted(names):
-            if not self._is_committed(name):
+            if not self._finish_cleanup(name):
                 self._remove(name)
             elif name.endswith(_UNHEALTHY):
                 content.unhealthy[name] = self._read_reason(name)
@@ -783,12 +805,13 @@ class _RunFolder:
                 content.metrics[name] = self._read_metrics(name)
         return content
 
-    def _is_committed(self, name: str) -> bool:
+    def _finish_cleanup(self, name: str) -> bool:
         """Finish the cleanup of an interrupted save, and return whether a checkpoint was committed.
 
         A file is committed if it exists, since it is renamed to its name when it is complete. A
         folder of the sharded format is committed if it has an index. What a CheckpointIO of the
-        user has written is committed if it exists.
+        user has written is committed if it exists. The files of a checkpoint that was not committed
+        stay, for the caller to remove.
         """
         path = self._path / name
         # A link is left where the user has moved the checkpoint to another disk. The disk may not
@@ -849,11 +872,11 @@ class _RunFolder:
                 file.write(text.encode())
 
     def publish(self, texts: Mapping[str, str], stale_names: Iterable[str]) -> None:
-        """Have the text files name other checkpoints, and then remove stale checkpoints.
+        """Update the text files ``latest`` and ``best``, and then remove stale checkpoints.
 
         Args:
-            texts: the name of a checkpoint by the name of a text file. A text file that is not in
-                ``texts`` is removed.
+            texts: by the name of each text file, the name of the checkpoint to write into it. A
+                text file that is not in ``texts`` is removed.
             stale_names: the names of the checkpoints to remove.
 
         Raises:
@@ -861,12 +884,13 @@ class _RunFolder:
         """
         changes: dict[str, str] = {}
         for title, name in texts.items():
-            if name != self._text_files.get(title):
+            if name != self._text_contents.get(title):
                 changes[title] = f"{name}\n"
+        # Called even without changes: write() checks that this object still owns the folder.
         self.write(changes)
-        for title in self._text_files.keys() - texts.keys():
+        for title in self._text_contents.keys() - texts.keys():
             (self._path / title).unlink()
-        self._text_files = dict(texts)
+        self._text_contents = dict(texts)
         for name in stale_names:
             self._remove(name)
 
@@ -913,11 +937,16 @@ class _FolderLock:
     """
 
     def __init__(self, request: str, folder: Location, job_files: ExitStack) -> None:
-        """Create and lock ``folder``. Errors name ``request``; ``job_files`` keeps the lock."""
+        """Create and lock ``folder`` for one :class:`Checkpoints` object.
+
+        ``request`` is what the user asked for, for errors. ``job_files`` gets the lock file. The
+        lock ends when ``job_files`` is closed, at the end of the job.
+        """
         self._request = request
         self._folder = folder
         self._process = f"process {os.getpid()} on {os.uname().nodename}"
-        # The second line is a random number, which tells the objects of one process apart.
+        # The content of the lock file while this object owns the folder. The second line is a
+        # random number, which tells the Checkpoints objects of one process apart.
         self._owner = f"{self._process}\n{secrets.token_hex(6)}".encode()
         if isinstance(folder, RemotePath):
             # An object store has no locks. The Checkpoints object that was made last owns the
