@@ -178,7 +178,7 @@ def _tensors_of_model(request: str, entry: Mapping[str, Any]) -> dict[str, Tenso
 def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     """Allocate a tensor in a memory-mapped file without a name.
 
-    The system can write such a tensor to the disk when memory is short. The file vanishes with the
+    The system can write the tensor to the disk when memory is short. The file vanishes with the
     tensor, however the process ends.
 
     Args:
@@ -197,8 +197,8 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, meta.nbytes)
         # from_file() needs a path. The file has no name, but its descriptor has this path. The
         # mapping remains valid after the file is closed.
-        name = f"/dev/fd/{file.fileno()}"
-        tensor = torch.from_file(name, shared=True, size=meta.numel(), dtype=meta.dtype)
+        descriptor_path = f"/dev/fd/{file.fileno()}"
+        tensor = torch.from_file(descriptor_path, shared=True, size=meta.numel(), dtype=meta.dtype)
         return tensor.view(meta.shape)
 
 
@@ -212,6 +212,8 @@ def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> N
     for name, tensor in tensors.items():
         # The full tensor is a single chunk that begins at its first element.
         chunks[name] = Chunk(offsets=[0] * tensor.dim(), tensor=tensor)
+    # write_errors() is the inner context: its error says that nothing was replaced, so it has to
+    # end before atomic_write() replaces the file.
     with atomic_write(path) as file, write_errors(request):
         write_safetensors(file, chunks)
 
@@ -223,7 +225,7 @@ def _write_weights_folder(
 
     Args:
         request: what the user asked for, for errors.
-        folder: the folder, which does not exist.
+        folder: the folder. It does not exist, and is created.
         tensors: the full tensors by name.
         max_bytes: the largest size of a file, unless the file has only one tensor.
     """

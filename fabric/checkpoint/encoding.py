@@ -272,6 +272,7 @@ def from_json(
     if tag in ("$tuple", "$set"):
         # New tensors, as for a list.
         return _COLLECTIONS[tag](from_json(content, read_tensor))
+    # A dict, an OrderedDict or a Counter.
     return _dict_from_json(value, tag, read_tensor, existing)
 
 
@@ -283,19 +284,24 @@ def _dict_from_json(
 ) -> PlainValue:
     """Return the dict, OrderedDict or Counter that :func:`_dict_to_json` wrote under ``tag``.
 
-    See :func:`from_json` for the other arguments.
+    Args:
+        value: the JSON of the dict.
+        tag: the first key of the JSON, such as ``"$dict"``.
+        read_tensor: see :func:`from_json`.
+        existing: a dict of the same structure, whose items are passed on with the items of the same
+            keys. Stored tensors whose keys it lacks are left out. Any other value, such as None,
+            leaves nothing out.
     """
     mapping: Any = _COLLECTIONS[tag]()
     for json_key, item in value[tag]:
         key = from_json(json_key)
-        is_stored_tensor = isinstance(item, dict) and "$tensor" in item
         if not isinstance(existing, Mapping):
             mapping[key] = from_json(item, read_tensor)
             continue
-        # A stored tensor is left out if ``existing`` has no tensor to read it into.
-        should_leave_out = is_stored_tensor and key not in existing
-        if not should_leave_out:
-            mapping[key] = from_json(item, read_tensor, existing.get(key))
+        is_stored_tensor = isinstance(item, dict) and "$tensor" in item
+        if is_stored_tensor and key not in existing:
+            continue
+        mapping[key] = from_json(item, read_tensor, existing.get(key))
     if "attributes" in value:
         vars(mapping).update(from_json(value["attributes"]))
     return mapping

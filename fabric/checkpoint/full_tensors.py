@@ -163,8 +163,12 @@ class ShardGatherer:
     def _gather_bucket(
         self, bucket: dict[str, Any], dtype: torch.dtype | None, dst: int | None
     ) -> FullTensors:
-        """Yield what :meth:`gather` yields, for the values of one bucket. Collective."""
-        # The routes of the values that are gathered from shards, by name. Other values have none.
+        """Yield what :meth:`gather` yields, for the values of one bucket. Collective.
+
+        Shards with the same route travel in one message. A value without a route, such as a plain
+        tensor, is gathered alone or needs no gather.
+        """
+        # The routes of the values that are gathered from shards, by name.
         routes: dict[str, _Route] = {}
         shards_by_route: dict[_Route, list[_Shard]] = {}
         for name, value in bucket.items():
@@ -177,10 +181,13 @@ class ShardGatherer:
             part = _cast(local_tensor(value).detach(), dtype)
             shards_by_route.setdefault(route, []).append(_Shard(part, splits))
         if shards_by_route:
+            # The names say which bucket this rank gathers: another rank may have left the iteration
+            # early and begun another one.
             first_name = next(iter(bucket))
             last_name = next(reversed(bucket))
             self._check_same_call(f"{first_name} to {last_name}, {dtype=}, {dst=}")
-        # The iterators yield the tensors of a route in the order of its shards.
+        # The iterators yield the tensors of a route in the order of its shards, which is the order
+        # of the bucket.
         tensors_by_route: dict[_Route, Iterator[Tensor | None]] = {}
         for route, shards in shards_by_route.items():
             tensors_by_route[route] = self._gather_shards(route.mesh, shards, dst)
@@ -198,6 +205,7 @@ class ShardGatherer:
         For values that are not sharded, and for shards that :meth:`_gather_shards` cannot join.
         Collective. The arguments are those of :meth:`gather`, for one value.
         """
+        # Collective, so called on the ranks that do not get the value, too.
         full = self.strategy.full_state({name: value})[name]
         if dst is not None and self.runtime.communicator.rank != dst:
             return None
@@ -211,8 +219,9 @@ class ShardGatherer:
         """
         if self.runtime.communicator.size == 1:
             return
-        # The communicator compares signature_text between the ranks. With reads_result, it does so
-        # before the gathers, and not at a later call. The tensor is unused.
+        # The all-reduce is made only for the comparison of signature_text, which the communicator
+        # makes with every collective. With reads_result, the communicator raises in this call, and
+        # not in a later one. The tensor has no meaning.
         call = CallDescription(
             "iter_full_tensors", lambda: text, signature_text=text, reads_result=True
         )
@@ -250,6 +259,7 @@ class ShardGatherer:
             is_split = splits[0].dim is not None
             if is_split:
                 communicator = self.runtime.communicator_over(mesh.get_group(mesh_dim))
+                # list() joins the parts that the gather along the previous dimension received.
                 sections = _lay_out_sections(list(parts), splits)
                 parts = self._gather_parts(communicator, sections, root)
             if root is not None and coordinate[mesh_dim] != root:
@@ -297,9 +307,10 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 def _split_into_buckets(
     state: Mapping[str, Any], max_bytes: float, dtype: torch.dtype | None
 ) -> Iterator[dict[str, Any]]:
-    """Split a state into buckets of at most ``max_bytes`` each, in its order.
+    """Split a state into buckets of at most ``max_bytes`` each, in the order of its names.
 
-    A value that is larger has a bucket of its own. Values that are not tensors have no size.
+    A larger value has a bucket of its own. Values that are not tensors count as 0 bytes. ``dtype``
+    is what floating tensors are cast to when they are gathered, so their sizes are in this dtype.
     """
     bucket: dict[str, Any] = {}
     size_of_bucket = 0
@@ -356,10 +367,12 @@ def _describe_splits(value: Any) -> list[_Split] | None:
 def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     """Return how a DTensor is split along a dimension of its mesh.
 
-    None in two cases:
+    The length of this rank's part is computed and not communicated, so it has to be computed as
+    torch does it. None, if the caller has to gather the tensor in another way:
 
     - The placement is a partial sum.
-    - An inner dimension of the mesh splits the same tensor dimension, and splits it second.
+    - A later dimension of the mesh splits the same tensor dimension, after this one has split it.
+      Only the opposite order, in which FSDP splits what tensor parallelism has split, is supported.
     """
     mesh = tensor.device_mesh
     placement = tensor.placements[mesh_dim]
@@ -367,8 +380,8 @@ def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
     dim = getattr(placement, "dim", None)
     if dim is None:
         return None
-    # Tensor parallelism splits along an inner dimension of the mesh first, and FSDP then splits the
-    # inner part. So the length to split is the length of the inner part on this rank.
+    # Tensor parallelism, along a later (inner) dimension of the mesh, splits a tensor first. FSDP
+    # then splits the part that this rank has. So the length to split is the length of that part.
     length = tensor.shape[dim]
     num_inner_parts = 1
     for inner_dim in range(mesh_dim + 1, mesh.ndim):
@@ -376,8 +389,8 @@ def _split_along(tensor: Any, mesh_dim: int) -> _Split | None:
             num_inner_parts *= mesh.size(inner_dim)
             inner_lengths = _lengths_of_parts(length, mesh.size(inner_dim))
             length = inner_lengths[mesh.get_local_rank(inner_dim)]
-    # torch records the number of inner parts as the placement's split_factor, unless the outer
-    # split came first.
+    # If the inner dimensions have split the tensor first, torch records their number of parts as
+    # the split_factor of this placement. A plain placement, without the attribute, counts as 1.
     if getattr(placement, "split_factor", 1) != num_inner_parts:
         return None
     return _Split(dim, _lengths_of_parts(length, mesh.size(mesh_dim)))
@@ -410,6 +423,7 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
         # length only.
         longest_shape = _shape_of_part(part, split, max(split.lengths))
         nbytes = math.prod(longest_shape) * part.itemsize
+        # Rounded up, so that the next section begins where a view in any dtype can begin.
         length = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
         sections.append(_Section(part, split, start, length))
         start += length
@@ -432,7 +446,8 @@ def _join_parts(messages: Tensor, section: _Section) -> Tensor:
 
     Args:
         messages: a tensor with one row for each rank, the message of the rank.
-        section: where the part of each rank is in its message.
+        section: where the part of the tensor is in each message. The part of a rank may be shorter
+            than the section, which has room for the longest part.
     """
     parts: list[Tensor] = []
     for message, length in zip(messages, section.split.lengths, strict=True):

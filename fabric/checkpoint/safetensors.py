@@ -67,7 +67,10 @@ class DataFile(NamedTuple):
 
 
 def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
-    """Write a safetensors file with torch's sharding metadata.
+    """Write a safetensors file with chunks of tensors.
+
+    The header says where each chunk is in its full tensor, in the metadata that the
+    ``HuggingFaceStorageReader`` of torch.distributed.checkpoint reads.
 
     Args:
         file: the file to write to, which is empty.
@@ -93,7 +96,8 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
 def encode_header(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the first bytes of a file of full tensors: the length of the header, and the header.
 
-    The values of the tensors have to follow in the order of ``tensors``.
+    The values of the tensors have to follow in the order of ``tensors``. The file is for other
+    programs. So a dtype that safetensors lacks is refused here, and not stored as bytes.
 
     Args:
         tensors: the tensors by name, which may be on the meta device.
@@ -124,7 +128,8 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
     """
     header: dict[str, object] = {}
     sharding: dict[str, object] = {}
-    # Where the data of each chunk begins, in bytes after the header.
+    # Where the data of each chunk begins, in bytes after the header. The length of the header is
+    # known only at the end, since the header has these numbers, too.
     starts: dict[str, int] = {}
     end = 0
     for name, (offsets, tensor) in chunks.items():
@@ -142,7 +147,7 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
         sharding[name] = {"saved_offsets": saved_offsets}
     # The keys that HuggingFaceStorageReader of torch.distributed.checkpoint reads.
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
-    encoded_header = _encode_header({"__metadata__": metadata, **header})
+    encoded_header = _header_bytes({"__metadata__": metadata, **header})
     stored_chunks = {}
     for name, (offsets, tensor) in chunks.items():
         start = len(encoded_header) + starts[name]
@@ -150,7 +155,7 @@ def _lay_out_file(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], 
     return stored_chunks, encoded_header
 
 
-def _encode_header(header: Mapping[str, object]) -> bytes:
+def _header_bytes(header: Mapping[str, object]) -> bytes:
     """Return the length of a header, and the header as JSON with spaces after it.
 
     The spaces make the data begin at a multiple of ``_ALIGNMENT``.
@@ -191,9 +196,9 @@ def map_safetensors(path: Path) -> dict[str, Tensor]:
         start, end = entry["data_offsets"]
         if data_start + end > size:
             raise ValueError(f"{path.name} ends within {name}")
-        # Not a view of ``content``, which would have to begin at a multiple of the tensor's item
-        # size: other programs may begin a tensor at any byte. A slice of a storage may, too, and it
-        # shares the memory of the storage.
+        # A view of ``content`` would have to begin at a multiple of the tensor's item size, and
+        # other programs may begin a tensor at any byte. A slice of a storage may begin at any byte.
+        # The slice shares the memory of the storage.
         tensor_storage = storage[data_start + start : data_start + end]
         tensor: Any = torch.empty(0, dtype=dtype)
         tensors[name] = tensor.set_(tensor_storage, 0, entry["shape"])

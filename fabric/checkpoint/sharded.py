@@ -152,13 +152,13 @@ class ShardedCheckpoint:
         """Write ``state`` as :meth:`save` does, and commit the save at the end of the block.
 
         Collective. If the block raises, what was at ``path`` is untouched. The block must raise on
-        all ranks or on none. The other arguments and the errors are those of :meth:`save`.
+        all ranks or on none. The errors are those of :meth:`save`.
 
         Args:
-            state: see :meth:`save`.
-            path: see :meth:`save`.
-            communicator: see :meth:`save`.
-            per_rank: see :meth:`save`.
+            state: plain state, possibly with sharded tensors, of the same structure on every rank.
+            path: the folder, on a file system that all ranks share.
+            communicator: the ranks. By default this process alone.
+            per_rank: plain values that are kept for each rank. None keeps none.
             meanwhile: is called while this rank waits for the disk or for ranks that write, once or
                 several times. Not a collective. None, the default, calls nothing.
         """
@@ -166,8 +166,8 @@ class ShardedCheckpoint:
         refuse_in_memory_path(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        # run_with_write_errors_on_all_ranks() calls the step after the request, with the arguments
-        # after the step.
+        # Calls flatten_state(entries), as run_on_all_ranks() does. The further calls below are of
+        # the same form: the function, and then its arguments.
         flat: FlatState = run_with_write_errors_on_all_ranks(
             communicator, request, flatten_state, entries
         )
@@ -293,16 +293,17 @@ def context_on_one_rank(
         The value of the context on ``rank``, and None on the other ranks.
     """
     # Holds the context on ``rank``. Empty on the other ranks.
-    with ExitStack() as stack:
+    with ExitStack() as entered_context:
 
         def enter_on_one_rank() -> T | None:
             if communicator.rank != rank:
                 return None
-            return stack.enter_context(make_context(*args))
+            return entered_context.enter_context(make_context(*args))
 
         yield run_with_write_errors_on_all_ranks(communicator, request, enter_on_one_rank)
-        # All ranks take part, so that all raise if the context fails at its end.
-        run_with_write_errors_on_all_ranks(communicator, request, stack.close)
+        # The block has succeeded. All ranks take part in the end of the context, so that all raise
+        # if it fails, as when a file cannot replace its target.
+        run_with_write_errors_on_all_ranks(communicator, request, entered_context.close)
 
 
 def refuse_in_memory_path(request: str, path: Location, communicator: Communicator) -> None:
@@ -323,10 +324,11 @@ def refuse_in_memory_path(request: str, path: Location, communicator: Communicat
 # See [Note: commit of a folder].
 @contextmanager
 def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
-    """Yield a save, whose block fills a folder and writes the index, and commit the save.
+    """Begin a save into a folder, yield the save to the block, and commit the save after the block.
 
-    Only rank 0 calls it. If the block raises, the old checkpoint stays as it was. ``request`` is
-    what the user asked for, for errors.
+    The block has to write the data files and the index. Only rank 0 calls this function. If the
+    block raises, the old checkpoint stays as it was. ``request`` is what the user asked for, for
+    errors.
 
     Raises:
         CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
@@ -364,8 +366,8 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
 def check_folder_is_replaceable(request: str, folder: Location) -> None:
     """Raise a CheckpointError if a folder of shards cannot replace what is at ``folder``.
 
-    Only a folder without an ``index.json`` that is not fabric's can be replaced. ``request`` is
-    what the user asked for, for errors.
+    A file cannot be replaced, nor can a folder with an ``index.json`` that another program wrote.
+    ``request`` is what the user asked for, for errors.
     """
     type_of_path = path_type(folder)
     if type_of_path is None:
@@ -380,7 +382,7 @@ def check_folder_is_replaceable(request: str, folder: Location) -> None:
             "file",
         )
     if path_type(folder / INDEX) == "file":
-        # Called for its error, which says that the index is not fabric's.
+        # Called for its error: the index is not fabric's.
         read_index(request, folder)
 
 
@@ -392,7 +394,7 @@ def _write_data_files(
     per_rank: State | None,
     meanwhile: Callable[[], object] | None,
 ) -> _Files:
-    """Write the data files of one rank.
+    """Write the data files of one rank. Not a collective.
 
     Args:
         request: what the user asked for, for errors.
@@ -400,10 +402,14 @@ def _write_data_files(
         rank: this rank.
         tensors: the tensors of this rank by name, full or sharded.
         per_rank: plain values of this rank alone, for a file of their own. None for no such file.
-        meanwhile: see :meth:`ShardedCheckpoint.write`.
+        meanwhile: is called while this rank waits for the disk, once or several times. None calls
+            nothing.
 
     Returns:
         The written files by name.
+
+    Raises:
+        CheckpointError: this rank and rank 0 have tensors of different names.
     """
     # The names that only rank 0 or only this rank has.
     names_of_one_rank = plan.stored_names.keys() ^ tensors.keys()
@@ -434,7 +440,7 @@ def _write_data_files(
             file.write(content)
         files[name] = DataFile(checksum=zlib.crc32(content), chunks={})
     if meanwhile is not None:
-        # For ranks without tensors to write.
+        # A rank without tensors to write has not called it yet.
         meanwhile()
     return files
 
@@ -471,7 +477,7 @@ def _chunks_to_write(tensor: Tensor, rank: int) -> list[Chunk]:
 
 
 def _is_writer(tensor: Any, rank: int) -> bool:
-    """Return whether this rank writes its share of a tensor, so that each value is written once.
+    """Return whether this rank writes its part of a tensor, so that each value is written once.
 
     Rank 0 writes full tensors. A DTensor is written by the ranks with coordinate 0 in each
     replicated dimension of its mesh. If the mesh is a submesh, the parallel submeshes have replicas
