@@ -188,9 +188,11 @@ class StagingBuffers:
         )
 
     def _copy_whole_storage(self, local: Tensor) -> _StorageCopy:
-        """Copy the storage of a dense tensor to a buffer of the last copy, or to a new one.
+        """Copy the storage of a dense tensor to a buffer on the CPU.
 
-        The copy is finished when the method returns. The storage has at least one byte.
+        A buffer of the last :meth:`copy` is used again if one of the same size is unused. Otherwise
+        a new buffer is allocated. The copy is finished when the method returns. The storage has at
+        least one byte.
         """
         storage = local.untyped_storage()
         # A copy from a CUDA device to pinned memory is faster.
@@ -207,8 +209,8 @@ class StagingBuffers:
         # A view of the whole storage as bytes.
         source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
         buffer.view(word).copy_(source.view(word))
-        # The result keeps the storage alive, so that no other storage gets its address during the
-        # copy of the state.
+        # The result refers to the storage. So the storage stays alive until the state is copied,
+        # and no other storage gets its address, which is a part of the key in self._copies.
         return _StorageCopy(buffer=buffer, source=source)
 
 

@@ -118,14 +118,14 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
 def flush_during(request: str, file: BinaryIO, action: Callable[[], object] | None) -> None:
     """Call ``action()`` while a thread flushes a file to the disk.
 
-    The thread only waits for the system, without the GIL. If ``action`` is None, nothing is flushed
-    here: the file is flushed when it replaces its target. A save in the background has no action.
-    It could not start a thread either, since the interpreter may be ending.
+    The thread only waits for the system, without the GIL. If ``action`` is None, this function does
+    nothing: :func:`atomic_write` flushes the file later in any case. A save in the background has
+    no action. Such a save could not start a thread either, since the interpreter may be ending.
 
     Args:
         request: what the user asked for, for errors.
         file: the file.
-        action: the function to call, whose errors are not converted. None calls nothing.
+        action: the function to call, or None. Its errors are not converted.
 
     Raises:
         CheckpointError: the file system refuses.
@@ -194,18 +194,20 @@ def _open_temporary(target: Path) -> BinaryIO:
         file.close()
 
 
-def clear_temporaries(folder: Location, names: str) -> None:
+def clear_temporaries(folder: Location, target_pattern: str) -> None:
     """Remove the temporary files that killed writers left in a folder.
 
-    The temporary files of ``a.pt`` have names such as ``.a.pt.0123456789ab.tmp``.
+    The temporary files of ``a.pt`` have names such as ``.a.pt.0123456789ab.tmp``. A running writer
+    holds a lock on its temporary file, which stays.
 
     Args:
         folder: the folder.
-        names: a regular expression for the names of the files that the writers were writing.
+        target_pattern: a regular expression for the names of the files that the writers were
+            writing, such as ``re.escape("a.pt")``.
     """
     # Matched against whole names below: a save of ``a.pt`` must not remove the temporary files of
     # ``a.pt.best``.
-    pattern = re.compile(rf"\.{names}\.[0-9a-f]{{12}}\.tmp")
+    pattern = re.compile(rf"\.{target_pattern}\.[0-9a-f]{{12}}\.tmp")
     for temporary in folder.iterdir():
         if not pattern.fullmatch(temporary.name) or not temporary.is_file():
             continue
@@ -274,7 +276,7 @@ def read_errors(request: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if not _is_of_system(error):
+            if not _is_caused_by_system(error):
                 raise
             raise UnreadableCheckpointError(
                 request,
@@ -284,8 +286,11 @@ def read_errors(request: str) -> Iterator[None]:
             ) from error
 
 
-def _is_of_system(error: Exception) -> bool:
-    """Return whether the system, and not the checkpoint, has caused an error of a load."""
+def _is_caused_by_system(error: Exception) -> bool:
+    """Return whether the system, and not the checkpoint, has caused an error of a load.
+
+    A load may then succeed later, so it is tried again and the checkpoint is not called damaged.
+    """
     if isinstance(error, OSError):
         # Libraries for object stores raise these classes without an errno.
         is_connection = isinstance(error, PermissionError | ConnectionError | TimeoutError)
@@ -294,6 +299,7 @@ def _is_of_system(error: Exception) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
+    # torch reports errors of the system as a RuntimeError, which only the text tells apart.
     text = str(error)
     if any(words in text for words in _TORCH_MEMORY_ERRORS):
         return True

@@ -137,6 +137,7 @@ def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
         "its error says how to convert a folder that torch wrote"
     )
     if ADAPTER_CONFIG in names:
+        # For a model with an adapter, other files of the folder are read, which exist.
         config = f"peft.PeftConfig.from_pretrained({str(folder)!r})"
         return CheckpointError(
             request,
@@ -162,8 +163,8 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
         content: the entries of a state dict.
         rename: the new name of each name, as a mapping or a function. Names that a mapping does not
             have stay as they are. An entry whose new name is None is left out. If ``rename`` itself
-            is None, all names stay. Of a compiled module, a name that stays is renamed once more
-            without the names of torch's wrapper modules.
+            is None, all names stay. A name that a compiled module has saved, such as
+            ``_orig_mod.weight``, may be renamed as ``weight``, too.
 
     Raises:
         ConfigurationError: two entries get the same name.
@@ -173,12 +174,14 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
     if rename is None:
         return renamed
     renamed.clear()
+    # By new name, the name in ``content``, for the error.
     sources: dict[str, str] = {}
     for name, value in content.items():
         new_name = _new_name(name, rename)
         name_if_not_compiled = plain_name(name)
         if new_name == name and name_if_not_compiled != name:
-            # The names of a compiled module may be renamed as if it were not compiled.
+            # ``rename`` does not change the name of the compiled module. It may have the name that
+            # the module would have without torch.compile.
             new_name = _new_name(name_if_not_compiled, rename)
         if new_name is None:
             continue
@@ -268,9 +271,10 @@ def check_shard_size(max_shard_gb: float) -> None:
 
 
 def group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:
-    """Split tensors into groups of at most ``max_bytes`` each, in their order.
+    """Split tensors into groups of at most ``max_bytes`` each. The order of the tensors stays.
 
-    A tensor that is larger than ``max_bytes`` is a group of its own.
+    A tensor that is larger than ``max_bytes`` is a group of its own. Without tensors there is one
+    empty group.
     """
     groups: list[dict[str, Tensor]] = [{}]
     size_of_last_group = 0

@@ -86,8 +86,8 @@ class PretrainedSave:
         """Write the module's weights, and its config if it has one. Collective.
 
         Args:
-            module: the module as the user holds it.
-            user_module: the user's own module behind it.
+            module: the set-up module, which may be sharded.
+            user_module: the module that the user passed to ``fabric.setup``.
             path: the folder, where nothing is yet.
             max_shard_gb: the largest size of a file in GB.
         """
@@ -99,7 +99,8 @@ class PretrainedSave:
         files: list[_WeightsFile] = []
         if not adapters:
             files = self._plan_files(weights, max_shard_gb)
-        # On rank 0 the end of the block renames the folder, and an error removes the folder.
+        # The files are written into a temporary folder. On rank 0 the end of the block renames it
+        # to ``path``, and an error removes it.
         with self._context_on(0, _new_folder, self.request, path) as folder:
             folder = self.communicator.broadcast_object(folder, 0)
             assert folder is not None, "rank 0 returns the folder, or raises"
@@ -145,11 +146,12 @@ class PretrainedSave:
         num_writers = 1
         if is_sharded:
             num_writers = self.communicator.size
-        tensors: dict[str, Tensor] = {}
+        # Meta tensors have the full shapes of the weights, and take no memory.
+        meta_tensors: dict[str, Tensor] = {}
         for name, tensor in weights.items():
-            tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            meta_tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         max_bytes = max_shard_gb * 1e9  # decimal GB, as in Hugging Face's libraries
-        groups = group_by_size(tensors, max_bytes)
+        groups = group_by_size(meta_tensors, max_bytes)
         if len(groups) == 1:
             return [_WeightsFile("model.safetensors", groups[0], writer=0)]
         files: list[_WeightsFile] = []
@@ -162,8 +164,9 @@ class PretrainedSave:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
         with self._context_on(file.writer, _new_file, folder, file) as output:
             tensors = {name: weights[name] for name in file.tensors}
-            # gather() yields the tensors in their order in the header. On ranks other than the
-            # writer, `output` and `full` are None, and nothing is written.
+            # gather() yields the tensors in the order of ``tensors``, which is their order in the
+            # header. On ranks other than the writer, ``output`` and ``full`` are None, and nothing
+            # is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
                 run_with_write_errors_on_all_ranks(
                     self.communicator, self.request, _write_values, output, full
@@ -176,9 +179,15 @@ class PretrainedSave:
         weights: Mapping[str, Tensor],
         adapters: list[str],
     ) -> None:
-        """Write the adapters of a model on rank 0. Collective.
+        """Have PEFT write the adapters of a model on rank 0. Collective.
 
         Only the tensors of the adapters are gathered.
+
+        Args:
+            folder: the folder to write to.
+            user_module: the module that the user passed to ``fabric.setup``.
+            weights: the tensors of the module by name, possibly sharded.
+            adapters: the names of the adapters.
         """
 
         def find_names_on_first_rank() -> list[str]:
@@ -189,19 +198,24 @@ class PretrainedSave:
                     names.update(name_by_saved_name.values())
             return sorted(names)
 
-        def save_on_first_rank() -> None:
-            if self.communicator.rank == 0:
-                module: Any = uncompiled(user_module)
-                module.save_pretrained(folder, state_dict=tensors)
-
         names = run_on_all_ranks(self.communicator, self.request, find_names_on_first_rank)
         names = self.communicator.broadcast_object(names, 0)
         adapter_weights = {name: weights[name] for name in names}
-        tensors = self.gatherer.copy_to_first_rank(adapter_weights)
+        full_tensors = self.gatherer.copy_to_first_rank(adapter_weights)
+
+        def save_on_first_rank() -> None:
+            if self.communicator.rank == 0:
+                module: Any = uncompiled(user_module)
+                module.save_pretrained(folder, state_dict=full_tensors)
+
         run_on_all_ranks(self.communicator, self.request, save_on_first_rank)
 
     def _finish(self, folder: Path, files: list[_WeightsFile], user_module: nn.Module) -> None:
-        """Add the index and the config on rank 0, and check that all files are there."""
+        """Add the index and the config on rank 0, and check that all files are there.
+
+        Afterwards the temporary folder is complete and on the disk, and can be renamed. The other
+        ranks do nothing.
+        """
         if self.communicator.rank != 0:
             return
         # There are no files if PEFT has written adapters.
@@ -209,6 +223,7 @@ class PretrainedSave:
             _check_files(self.request, folder, files)
             with write_errors(self.request):
                 _write_index(folder, files)
+            # Outside of write_errors(): an error of the user's config is no error of the disk.
             _save_config(folder, user_module, files)
         with write_errors(self.request):
             _sync_files(folder)
@@ -346,7 +361,8 @@ def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
         sync_folder(target.parent)
     finally:
         os.close(descriptor)
-        # After an error, removes the temporary folder. After a success, it has been renamed.
+        # After an error, removes the temporary folder. After a success, there is no folder of this
+        # name any more: os.rename() gave it another name.
         shutil.rmtree(folder, ignore_errors=True)
 
 

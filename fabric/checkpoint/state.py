@@ -178,6 +178,8 @@ class StateDicts:
             undo: gets a callback for each of the entries.
         """
         random_states = rng_state()
+        # ``undo`` runs the last callback first. So the random states are restored after the other
+        # callbacks, which may draw random numbers.
         undo.callback(set_rng_state, random_states)
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
         should_copy_modules = any(map(has_custom_state_loading, modules))
@@ -365,7 +367,8 @@ def plain_name(name: str) -> str:
 def uncompiled_state(state: Any, expected: Iterable[str] = ()) -> Any:
     """Return a module's state under plain names, or under the names that another module expects.
 
-    A plain name has no wrapper modules of ``torch.compile``.
+    A plain name has no wrapper modules of ``torch.compile``: for ``_orig_mod.weight`` it is
+    ``weight``.
 
     Args:
         state: the state dict of a module. It is not changed.

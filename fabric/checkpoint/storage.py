@@ -213,8 +213,9 @@ def _remote_path(url: str) -> RemotePath:
 def path_type(path: Location) -> str | None:
     """Return ``"file"``, ``"directory"`` or ``"other"``, or None if there is nothing at a path.
 
-    The methods of a Path return False if the system fails to look, from Python 3.14 on. An intact
-    checkpoint would then seem to be missing, and would be skipped or removed.
+    Use it in place of ``Path.is_file()`` and the like: from Python 3.14 on, these return False if
+    the system fails to look. An intact checkpoint would then seem to be missing, and would be
+    skipped or removed.
 
     Args:
         path: the path. A symbolic link is followed.
