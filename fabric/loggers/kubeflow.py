@@ -52,14 +52,16 @@ class KubeflowLogger:
                 problem="a training has one step at least",
             )
         self._total_steps = total_steps
+        # None outside of Kubeflow: then the logger does nothing.
         self._url = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL")
         self._values: dict[str, float] = {}  # the latest value of each metric
         self._step = 0
-        # The first step that was logged, and when, on the monotonic clock. A resumed job does not
-        # begin at step 0.
+        # The first step that was logged, and when, on the monotonic clock. The remaining time is
+        # estimated from the steps since then: a resumed job does not begin at step 0.
         self._first_step: int | None = None
         self._first_time = 0.0
         self._last_request_time = -math.inf
+        # The thread that sends requests, and the last request that it was given.
         self._executor = ThreadPoolExecutor(max_workers=1)
         self._request: Future[None] | None = None
         self._has_warned = False
@@ -67,7 +69,7 @@ class KubeflowLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record the values, and send the latest value of each metric if it is time.
 
-        It is time if the latest request was sent five seconds ago, and has ended.
+        It is time if the last request was sent at least five seconds ago, and has ended.
 
         Args:
             metrics: the values by the names of the metrics.
@@ -109,6 +111,7 @@ class KubeflowLogger:
         Args:
             now: the time on the monotonic clock.
         """
+        # A job may log more steps than it announced. The percentage must not be above 100.
         step = min(self._step, self._total_steps)
         metrics = [{"name": name, "value": str(value)} for name, value in self._values.items()]
         status: dict[str, Any] = {
@@ -141,6 +144,7 @@ class KubeflowLogger:
             context = ssl.create_default_context(cafile=certificates)
             with urlopen(request, timeout=_REQUEST_TIMEOUT, context=context):
                 pass
+        # A KeyError means that the variable with the path of the token is not set.
         except (OSError, HTTPException, KeyError) as error:
             if not self._has_warned:
                 self._has_warned = True

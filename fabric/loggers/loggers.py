@@ -222,7 +222,7 @@ class _RunLogger:
                 (self._parent_folder / folder_name).mkdir()
                 self._folder_name = folder_name
         path = self._parent_folder / self._folder_name
-        # The loop has not created the folder if the user gave the version.
+        # If the user gave the version, the loop was skipped, and the folder may not exist.
         path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -268,8 +268,8 @@ class CSVLogger(_RunLogger):
             step: an integer, or None for an empty cell.
 
         Raises:
-            ArgumentTypeError: a value is neither a number nor such a tensor. The message names the
-                metric.
+            ArgumentTypeError: a value is neither a number nor a tensor of one element. The message
+                names the metric.
             ConfigurationError: a metric is called ``"step"``.
         """
         values = metrics_as_floats(metrics)
@@ -289,7 +289,8 @@ class CSVLogger(_RunLogger):
                 last place.
         """
         path = self._ensure_folder() / "metrics.csv"
-        # Also true at the first write, before which _columns is empty.
+        # Also true at the first write, since _columns is empty until then. The file of a continued
+        # run may have other columns, which _rewrite_with_columns() reads.
         has_new_column = not row.keys() <= set(self._columns)
         if has_new_column:
             self._columns = _rewrite_with_columns(path, row, sorts_columns=sorts_columns)
@@ -333,8 +334,8 @@ class _EventFileLogger:
             step: an integer, or None, which TensorBoard shows as step 0.
 
         Raises:
-            ArgumentTypeError: a value is neither a number nor such a tensor. The message names the
-                metric.
+            ArgumentTypeError: a value is neither a number nor a tensor of one element. The message
+                names the metric.
             MissingDependencyError: ``tensorboard`` is not installed.
         """
         values = metrics_as_floats(metrics)
@@ -467,9 +468,14 @@ def _hyperparams_as_json(params: Any) -> str:
 def _rewrite_with_columns(path: Path, names: Iterable[str], *, sorts_columns: bool) -> list[str]:
     """Rewrite a CSV file so that it has columns of these names, and return all column names.
 
-    The file need not exist. Its rows get empty cells in new columns. A last row without a newline
-    is dropped, since a crash has cut it short. ``sorts_columns`` puts the columns into alphabetical
-    order.
+    The file need not exist. Rows that it has get empty cells in new columns. A last row without a
+    newline is dropped, since a crash has cut it short.
+
+    Args:
+        path: the file.
+        names: the names of columns that the file has to have. It keeps its other columns.
+        sorts_columns: whether to put all columns into alphabetical order. Otherwise new columns
+            come last.
     """
     text = ""
     if path.exists():

@@ -148,7 +148,7 @@ class _LineWriter:
             self._max_length = _NOTEBOOK_WIDTH
         # The length of the last line that can be overwritten, in characters.
         self._last_length = 0
-        # In a log file, each line stays, so that fewer lines are better.
+        # A line that cannot be overwritten stays, as in a log file, so lines are rarer.
         self.interval = 0.2 if self._can_overwrite else 30.0
 
     def update(self, line: str) -> None:
