@@ -366,7 +366,9 @@ def agent_config(node_rank: int, num_nodes: int, port: int) -> AgentConfig:
 
 def test_an_agent_that_is_admitted_finds_the_state_of_the_job() -> None:
     hash_store = dist.HashStore()
-    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
+    newcomer = _NodeStatus(
+        agent_id="agent", host="host", process=None, num_nodes=1, num_processes=1
+    )
     JobStore(hash_store, rank=0, size=1).publish("newcomer", asdict(newcomer))
     config = agent_config(node_rank=0, num_nodes=1, port=1)
     store = RecordingStore(hash_store, rank=0, size=1)
@@ -384,7 +386,9 @@ def test_a_machine_that_does_not_join_or_stops_answering_is_named() -> None:
         "machine 0 has not joined within 0 s (--node-timeout)"
         in store.read("job", [0])[0]["notice"]
     )
-    newcomer = _NodeStatus(agent_id="agent", host="host", process=[], num_nodes=1, num_processes=1)
+    newcomer = _NodeStatus(
+        agent_id="agent", host="host", process=None, num_nodes=1, num_processes=1
+    )
     store.publish("newcomer", asdict(newcomer))
     coordinator = _Coordinator(config, store)
     coordinator.update()
@@ -429,7 +433,7 @@ def test_machine_0_waits_until_the_others_know_how_the_job_has_ended(
     def act_as_machine_1() -> None:
         store = store_of_machine_1(port)
         status = _NodeStatus(
-            agent_id="agent", host="host", process=[], num_nodes=2, num_processes=1
+            agent_id="agent", host="host", process=None, num_nodes=2, num_processes=1
         )
         store.publish("newcomer", asdict(status))
         while store.get_nowait("member/1") is None:

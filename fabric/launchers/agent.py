@@ -109,6 +109,22 @@ class _NodeEnd(NamedTuple):
         return self.exit_code not in (0, PREEMPTED)
 
 
+class _ProcessIdentity(NamedTuple):
+    """What tells a process from every other process, also from one that gets its id later.
+
+    Attributes:
+        boot: the id of the host's latest boot.
+        namespace: the namespace of process ids, which differs between containers.
+        process_id: the process id.
+        start_time: when the process started, in ticks since the boot.
+    """
+
+    boot: str
+    namespace: str
+    process_id: str
+    start_time: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class _NodeStatus:
     """What an agent publishes about itself. The coordinator reads it.
@@ -116,7 +132,8 @@ class _NodeStatus:
     Attributes:
         agent_id: the random id of the agent.
         host: the host name.
-        process: identifies the process of the agent, see :func:`_read_process_identity`.
+        process: the identity of the process of the agent: the fields of a
+            :class:`_ProcessIdentity`, as a list, since JSON has no tuples. None if not on Linux.
         num_nodes: the number of machines that the agent expects.
         num_processes: the number of ranks that the agent starts.
         beat: changes with each message, which shows that the agent is alive.
@@ -132,7 +149,7 @@ class _NodeStatus:
 
     agent_id: str
     host: str
-    process: list[str]
+    process: list[str] | None
     num_nodes: int
     num_processes: int
     beat: int = 0
@@ -614,10 +631,11 @@ class NodeAgent:
     def __init__(self, config: AgentConfig) -> None:
         """Serve the store of the agents, on machine 0. :meth:`__enter__` starts the thread."""
         self._config = config
+        process = _read_process_identity()
         self._status = _NodeStatus(
             agent_id=uuid.uuid4().hex,
             host=socket.gethostname(),
-            process=_read_process_identity(),
+            process=None if process is None else list(process),
             num_nodes=config.num_nodes,
             num_processes=config.num_processes,
         )
@@ -857,10 +875,12 @@ class NodeAgent:
         while not self._should_leave:
             # This agent may replace an earlier agent of this machine at once if the process of the
             # earlier agent has ended.
-            earlier_status = store.read("agent", [node_rank]).get(node_rank)
+            earlier_content = store.read("agent", [node_rank]).get(node_rank)
             ended_agent = ""
-            if earlier_status is not None and _has_ended(earlier_status["process"]):
-                ended_agent = earlier_status["agent_id"]
+            if earlier_content is not None:
+                earlier_status = _NodeStatus(**earlier_content)
+                if _has_process_ended(earlier_status):
+                    ended_agent = earlier_status.agent_id
             store.publish("newcomer", asdict(replace(self._status, ended_agent=ended_agent)))
             if self._coordinator is not None:  # on machine 0
                 self._coordinator.update()
@@ -1005,39 +1025,47 @@ def _connect(address: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def _read_process_identity(pid: str = "self") -> list[str]:
-    """Return what identifies a process: the boot of the host, namespace, process id, start time.
+def _read_process_identity(pid: str = "self") -> _ProcessIdentity | None:
+    """Return the identity of a process that runs on this host, in the namespace of this process.
 
     Args:
         pid: the process id as a text. Default: this process.
 
     Returns:
-        The four texts. Empty if there is no such process, if it has ended and its parent has not
+        The identity. None if there is no such process, if it has ended and its parent has not
         noticed (a zombie), or if this is not Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return []
+        return None
     stat = read_stat(pid)
     if not stat or stat[StatField.STATE] in "ZX":  # zombie, or dead
-        return []
-    return [boot, namespace, stat[StatField.PROCESS_ID], stat[StatField.START_TIME]]
+        return None
+    return _ProcessIdentity(
+        boot=boot,
+        namespace=namespace,
+        process_id=stat[StatField.PROCESS_ID],
+        start_time=stat[StatField.START_TIME],
+    )
 
 
-def _has_ended(process: Sequence[str]) -> bool:
-    """Return whether a process has certainly ended: it ran on this host, and is not there.
+def _has_process_ended(status: _NodeStatus) -> bool:
+    """Return whether the process of an agent has certainly ended.
 
-    ``process`` is what :func:`_read_process_identity` has returned in that process: the boot of
-    its host, its namespace, its process id and its start time.
+    This is certain if the process ran on this host, in the same container, and is not there any
+    more. In any other case the result is false.
+
+    Args:
+        status: the latest status that the agent has published.
     """
     this_process = _read_process_identity()
-    if not process or not this_process:
+    if status.process is None or this_process is None:
         return False  # not on Linux: nothing is known
-    boot, namespace, process_id, _ = process
-    if [boot, namespace] != this_process[:2]:  # another host, or another container
-        return False
-    # Without a process of this id, the identity is empty. Another process that got the same id
-    # later has another start time.
-    return _read_process_identity(process_id) != list(process)
+    process = _ProcessIdentity(*status.process)
+    if process.boot != this_process.boot or process.namespace != this_process.namespace:
+        return False  # another host, or another container
+    # The result is None if no process has the id. Another process that got the id later has
+    # another start time.
+    return _read_process_identity(process.process_id) != process
