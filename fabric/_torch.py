@@ -214,8 +214,9 @@ def clear_mesh_caches() -> None:
     dtensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
-# What handle_dtensor_operators() has been given and not removed, by operator. Several strategies of
-# a process, such as those of a teacher and a student, each give their own functions.
+# The functions that were passed to handle_dtensor_operators() and are not removed yet, by operator.
+# An operator has several if the process has several strategies, such as for a teacher and a
+# student. The dispatcher calls one of these functions.
 _dtensor_functions: defaultdict[Any, list[Callable[..., Any]]] = defaultdict(list)
 
 
@@ -242,12 +243,12 @@ def handle_dtensor_operators(functions: Mapping[Any, Callable[..., Any]]) -> Cal
         handlers.setdefault(operator, function)
 
     def remove() -> None:
-        """Remove the functions, but no function that others have set since."""
+        """Remove these functions. The dispatcher then calls another one, if any remains."""
         for operator, function in functions.items():
             remaining = _dtensor_functions[operator]
             remaining.remove(function)
             if handlers.get(operator) is not function:
-                continue
+                continue  # the dispatcher calls the function of another strategy or library
             if remaining:
                 handlers[operator] = remaining[0]
             else:
@@ -663,9 +664,9 @@ def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[st
 
 
 def names_to_ignore_in_ddp(module: torch.nn.Module) -> set[str]:
-    """Return the names that DDP will not synchronize in a module that it does not wrap yet.
+    """Return the names that DDP will not synchronize in a module that is not wrapped by DDP yet.
 
-    See :func:`ignored_by_ddp`.
+    The names are those of :func:`ignored_by_ddp`.
     """
     names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return {name.removeprefix(f"{COMPILED_MODULE}.") for name in names}
@@ -825,7 +826,7 @@ def reset_fsdp_pass(root: Any, records: Sequence[Any]) -> None:
 
     Args:
         root: the whole model. Nothing happens if it is not an FSDP module.
-        records: its :func:`fsdp_parameter_records`.
+        records: the :func:`fsdp_parameter_records` of ``root``.
     """
     if not is_fsdp_module(root):
         return
