@@ -412,7 +412,7 @@ def _restart_limit(text: str) -> _RestartLimit:
 
 def _consolidate(options: argparse.Namespace) -> int:
     """Run ``fabric consolidate``, and return the exit code."""
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric.checkpoint.consolidate import consolidate
 
     written_path = consolidate(
@@ -427,7 +427,7 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     """Run ``fabric plan``, and return the exit code: 1 if the memory is not enough."""
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric.tools.dry_run import plan
 
     # The command `fabric` lacks the working directory in its path. Users' modules are there.
@@ -543,7 +543,7 @@ def _create_fork_server(
         script: the script.
         worlds: the places of this machine's ranks.
     """
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric.launchers.script import script_fork_server
 
     # `fabric doctor` examines how a new interpreter imports torch.
@@ -633,7 +633,7 @@ def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
 
     A *generation* is one start of the ranks on all machines.
     """
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric.launchers.agent import AgentConfig, NodeAgent
 
     options = attempts.options
@@ -650,7 +650,7 @@ def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
     # Tells the ranks that the agent of machine 0 serves their store, so that rank 0 does not.
     attempts.variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with NodeAgent(config) as agent:
-        generation = agent.wait_for_generation()
+        generation = agent.wait_for_generation()  # None once the job has ended
         while generation is not None:
             script_end = attempts.run(generation.number, generation.port, agent.should_end_ranks)
             agent.report(script_end)
@@ -663,7 +663,7 @@ def _option_variables(options: argparse.Namespace) -> dict[str, str]:
 
     ``Fabric()`` in the script reads the variables.
     """
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric._plan import AFTER_SCRIPT_SUFFIX, RUN_VARIABLES
 
     variables: dict[str, str] = {}
@@ -758,6 +758,7 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
             "main_port": machines.main_port,
         }
         if machines.num_processes is not None:
+            # A text, as the parser gives it for --devices.
             defaults["devices"] = str(machines.num_processes)
         for name, default in defaults.items():
             if getattr(options, name) is None:
@@ -826,7 +827,7 @@ def _resolve_worlds(options: argparse.Namespace) -> list[World]:
     Raises:
         ConfigurationError: the options do not fit each other or this machine.
     """
-    # See [Note: late imports].
+    # Late, since this imports torch, which takes seconds. See [Note: late imports].
     from fabric._plan import resolve_plan
     from fabric.launchers import InlineLauncher
     from fabric.launchers.base import node_worlds
