@@ -312,7 +312,7 @@ class Fabric:
         The strategy ``"model_parallel"`` has a mesh from the start, and ``"fsdp"`` after ``setup``.
         """
         meshes = self._ensure_session("device_mesh").runtime.meshes
-        # The first mesh is the mesh of the strategy.
+        # The strategy makes its mesh before any other mesh, and the dict keeps the order.
         return next(iter(meshes.values()), None)
 
     @property
@@ -1603,7 +1603,7 @@ class Fabric:
         waits_for_ray = stop_request.is_preempted_by_ray()
         # The imported function, not this method: ends the process after teardown(), which waits for
         # unfinished saves.
-        exit_preempted(self.teardown, is_requeued_here, waits_for_ray)
+        exit_preempted(self.teardown, requeue=is_requeued_here, waits_for_ray=waits_for_ray)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run a block on rank 0 first, then on the other ranks. Use it for downloads. Collective.
@@ -1827,7 +1827,9 @@ class Fabric:
         """
         session = self._ensure_session("save_pretrained")
         with session.checkpoint_coordinator(phase="save") as coordinator:
-            coordinator.save_pretrained(module, self.unwrap(module), path, max_shard_gb)
+            coordinator.save_pretrained(
+                module, user_module=self.unwrap(module), path=path, max_shard_gb=max_shard_gb
+            )
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict of a module, for other formats. Collective.
@@ -2317,6 +2319,7 @@ class Fabric:
             # wait for them. abort() drops the connections without waiting.
             self._session.runtime.abort()
         try:
+            # This method of the loggers prints errors: a logger must not change the exit code.
             self._close(self._loggers.close_at_exit)
         except BaseException:
             # An exception in an exit handler does not change the exit code. This call has the
@@ -2369,8 +2372,8 @@ def _require_interval(check_replicas: object) -> None:
     if not isinstance(check_replicas, int) or check_replicas < 0:
         raise ConfigurationError(
             f"Fabric({check_replicas=})",
-            expected="True to compare in saves, a number of steps from 1 to compare after these, "
-            "too, or False",
+            expected="True to compare in each save; a number n of at least 1 to compare also after "
+            "every n backward passes; or False",
         )
 
 

@@ -392,7 +392,7 @@ class _VariableEnvironment:
         most likely derive different ports.
         """
         id_parts: list[str] = []
-        # One variable, of which launchers and versions spell the name differently, in each round.
+        # Each part of the id is one variable, which has other names in other releases.
         for names in self._job_id_names:
             id_part = read_variable(env, *names)
             if id_part is None:
