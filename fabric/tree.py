@@ -321,7 +321,7 @@ def _split_registered(
 
     Args:
         tree: the object.
-        values: the children that the registered function returns, in its order.
+        values: the children, as the function that the type has registered returns them.
         rebuild: builds the object from new children in the same order.
     """
     # A registered mapping is split by its sorted keys, as a dict is. But a mapping may declare
@@ -349,10 +349,10 @@ def _split_dataclass(tree: Tree) -> _Level:
     fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
     values = [getattr(tree, name) for name in fields]
 
-    def rebuild(values: list[Any]) -> Tree:
+    def rebuild(new_values: list[Any]) -> Tree:
         """Return a copy of the object with new values of the fields."""
         # object.__setattr__ also sets the fields of a frozen dataclass.
-        return _copy_with(tree, assign=object.__setattr__, keys=fields, values=values)
+        return _copy_with(tree, assign=object.__setattr__, keys=fields, values=new_values)
 
     return ".{}", fields, values, rebuild
 
@@ -384,10 +384,10 @@ def _split_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], An
     else:
         keys = sorted(tree, key=_sort_key)
 
-    def rebuild(values: list[Tree]) -> Tree:
+    def rebuild(new_values: list[Tree]) -> Tree:
         """Build a mapping from new values in the order of the sorted keys."""
         items = dict(tree)  # in the mapping's own order
-        items.update(zip(keys, values, strict=True))
+        items.update(zip(keys, new_values, strict=True))
         return build(items)
 
     values = list(map(tree.__getitem__, keys))
