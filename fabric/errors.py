@@ -251,11 +251,11 @@ class RankFailedError(FabricError, RuntimeError):
         self.rank = rank
         self.exit_code = exit_code
         self.traceback = traceback
-        FabricError.__init__(self, request, problem)
+        super().__init__(request, problem)
 
     def __str__(self) -> str:
         """Return the message, and the traceback of the rank below it if the traceback is known."""
-        text = FabricError.__str__(self)
+        text = super().__str__()
         has_traceback = bool(self.traceback.strip())
         if has_traceback:
             return f"{text}\n{self.traceback.rstrip()}"
