@@ -343,7 +343,8 @@ class Runtime:
                 if group is not dist.group.WORLD:
                     set_group_timeout(group, self.timeout)
             if mesh.ndim > 1 and self.recorder is not None:
-                # torch's collectives in a phase may now be over one dimension of the mesh.
+                # Collectives that torch issues in a phase, such as "save", may now be over one
+                # dimension of the mesh. A hang report must not expect all ranks in them.
                 self.recorder.phases_need_all_ranks = False
             self.meshes[key] = mesh
         return self.meshes[key]

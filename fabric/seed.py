@@ -219,9 +219,9 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: states that the streams had before a draw. A stream is not set if its entries
-                in ``state`` and ``unless`` are equal, so that it keeps its position after the draw.
-                Empty, the default, sets every stream.
+            unless: the states from which the caller has just drawn numbers. A stream with equal
+                entries in ``state`` and ``unless`` is not set back to before the draw. Empty, the
+                default, sets every stream.
         """
         for name in self.global_streams:
             if name not in state:
