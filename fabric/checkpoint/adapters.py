@@ -64,7 +64,8 @@ def adapter_names(user_module: nn.Module, state: State, adapter: str) -> dict[st
 def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[str, str]:
     """Return a dict from the names in an adapter's file to the names in the model to load into.
 
-    If the model has several adapters, the file is loaded into the adapter called ``"default"``.
+    If the model has several adapters, the file is loaded into the adapter called ``"default"``,
+    which is the name that PEFT gives to an adapter if the user gives none.
 
     Args:
         request: what the user asked for, for the error.

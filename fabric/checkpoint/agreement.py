@@ -99,9 +99,9 @@ def inspect_on_all_ranks(
 ) -> tuple[T, BadTensor | None]:
     """Run a step as :func:`run_on_all_ranks` does, and agree on the bad tensor that it returns.
 
-    Collective. The arguments and errors are those of :func:`run_on_all_ranks`. The ranks agree in
-    one message on the first rank that failed and on the first rank that has a bad tensor. The
-    latter rank then broadcasts its bad tensor.
+    Collective. The errors are those of :func:`run_on_all_ranks`. In one message, the ranks agree on
+    the first rank that failed and on the first rank that has a bad tensor. The rank that has the
+    bad tensor then broadcasts it.
 
     Args:
         communicator: the ranks.

@@ -264,10 +264,10 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """Free the buffers, wait as :meth:`join` does, and close the files.
+        """Free the buffers, wait until no save is running, and close the files.
 
-        Called at the end of the job. A save that is still running holds references to the buffers
-        that it uses.
+        Called at the end of the job. Raises the error of the last save, as :meth:`join` does. A
+        save that is still running holds references to the buffers that it uses.
         """
         self.buffers = StagingBuffers()
         # The end of the block closes the files, even if join() raises.

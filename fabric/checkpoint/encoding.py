@@ -207,8 +207,8 @@ def _is_exact_in_json(value: PlainValue) -> bool:
     """Return whether JSON itself restores the exact type and bits of a value, without a tag."""
     kind = type(value)
     if kind is str:
-        # Other text may contain surrogates. json.loads() would decode a pair of surrogates as one
-        # character.
+        # Text that is not ASCII may contain surrogates. json.loads() would decode a pair of
+        # surrogates as one character.
         return value.isascii()
     if kind is float:
         # JSON has no infinity and no NaN.
@@ -226,8 +226,14 @@ def _dict_to_json(
 ) -> dict[str, Json]:
     """Return a dict as JSON: its pairs under ``tag``, and its attributes under ``"attributes"``.
 
-    torch sets an attribute with the versions of layers on the state dict of a module. See
-    :func:`to_json` for the other arguments. ``enclosing`` includes the id of the dict itself.
+    torch sets an attribute with the versions of layers on the state dict of a module.
+
+    Args:
+        value: the dict, of one of the classes in ``PLAIN_COLLECTIONS``.
+        tag: ``"$"`` and the name of the class.
+        convert: returns the JSON of an item that is a tensor or not plain, see :func:`to_json`.
+        path: where the dict is.
+        enclosing: the ids of the collections that contain the items, including the dict itself.
     """
     pairs = []
     for key, item in value.items():
@@ -404,32 +410,33 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
         # An ellipsis stands for a step without a key, such as into a set.
         if key is not ...:
             expression += f"[{key!r}]"
+    # The text for most values. Some kinds of values have another text below.
     problem = "this object needs pickle, which fabric does not load"
-    if kind in PLAIN_COLLECTIONS:
-        # This is the only reason to refuse a plain collection.
-        problem = "this collection contains itself"
     suggestion = (
         f"{expression} as plain data: value.item(), torch.from_numpy(array), str(path), "
         "list(value), dict(value), enum.name, dataclasses.asdict(value), value.state_dict(); or an "
         "object with load_state_dict() as an entry of the state itself."
     )
-    if has_pickled_items(value):
-        problem = "torch loads items only into a plain list or dict, not into a subclass or a deque"
-    else:
-        suggestion += (
-            " For classes that torch.serialization.add_safe_globals allows: "
-            "strategy=DDPStrategy(checkpoint_io=FullCheckpoint())"
-        )
-    if isinstance(value, argparse.Namespace):
-        # For example "{'args': vars(args)}": the same entry, with a dict as its value.
-        entry_name = path[-1] if path else "args"
-        suggestion = f"{{{entry_name!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
+    if kind in PLAIN_COLLECTIONS:
+        # This is the only reason to refuse a plain collection.
+        problem = "this collection contains itself"
     is_dtensor = hasattr(value, "full_tensor")
     if is_dtensor:
         problem = "this rank has a part of the tensor, as in the state_dict() of a sharded module"
         suggestion = (
             f"{{{path[0]!r}: model}} or {{{path[0]!r}: optimizer}}, the set-up object itself in "
             "place of its state_dict(); or the whole tensor: value.full_tensor(), on all ranks"
+        )
+    elif isinstance(value, argparse.Namespace):
+        # For example "{'args': vars(args)}": the same entry, with a dict as its value.
+        entry_name = path[-1] if path else "args"
+        suggestion = f"{{{entry_name!r}: vars(args)}}, and argparse.Namespace(**...) after the load"
+    elif has_pickled_items(value):
+        problem = "torch loads items only into a plain list or dict, not into a subclass or a deque"
+    else:
+        suggestion += (
+            " For classes that torch.serialization.add_safe_globals allows: "
+            "strategy=DDPStrategy(checkpoint_io=FullCheckpoint())"
         )
     return ArgumentTypeError(
         f"save {expression}, a {kind.__module__}.{kind.__qualname__}",

@@ -203,7 +203,13 @@ class ShardGatherer:
         """Return one full value, gathered without the others. None if ``dst`` is another rank.
 
         For values that are not sharded, and for shards that :meth:`_gather_shards` cannot join.
-        Collective. The arguments are those of :meth:`gather`, for one value.
+        Collective.
+
+        Args:
+            name: the name of the value.
+            value: any value.
+            dtype: the dtype of a floating tensor. None leaves it as it is.
+            dst: the only rank that gets the value. None: all ranks get it.
         """
         # Collective, so called on the ranks that do not get the value, too.
         full = self.strategy.full_state({name: value})[name]

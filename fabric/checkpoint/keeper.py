@@ -131,7 +131,7 @@ class Checkpoints:
         """Lock the folder and remove what killed jobs left. ``fabric.checkpoints`` calls it.
 
         Collective. ``running_session(call)`` returns the session of the job. The other arguments
-        are those of ``fabric.checkpoints``.
+        are the user's: see the class.
         """
         # The user's call, for errors.
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
@@ -263,6 +263,7 @@ class Checkpoints:
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
         with self._running_session("save").checkpoint_coordinator(phase="save") as coordinator:
+            # run_on_all_ranks() calls _parse_step() with the arguments that follow it.
             step_here = run_on_all_ranks(
                 self._communicator, request, self._parse_step, request, step, metrics
             )

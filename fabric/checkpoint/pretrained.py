@@ -52,7 +52,10 @@ WEIGHTS_FILES = (
 
 
 def holds_weights(location: Location) -> bool:
-    """Return whether a location is a folder or a safetensors file, as for :func:`map_weights`."""
+    """Return whether :func:`map_weights` should read a location: a folder or a safetensors file.
+
+    A folder without weights counts, too. :func:`map_weights` then raises an error.
+    """
     return location.name.endswith(SUFFIX) or location.is_dir()
 
 
@@ -117,6 +120,7 @@ def _map_file(request: str, path: Location) -> dict[str, Any]:
     ``request`` is what the user asked for, for errors.
     """
     if not path.name.endswith(SUFFIX):
+        # A ``.bin`` file is a state dict that torch.save() wrote.
         return FullCheckpoint().load(path)
     # Raises if there is no file at the path.
     require_file(request, path)
@@ -137,7 +141,7 @@ def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
         "its error says how to convert a folder that torch wrote"
     )
     if ADAPTER_CONFIG in names:
-        # For a model with an adapter, other files of the folder are read, which exist.
+        # For a model with an adapter, the files of the adapter are read and not WEIGHTS_FILES.
         config = f"peft.PeftConfig.from_pretrained({str(folder)!r})"
         return CheckpointError(
             request,

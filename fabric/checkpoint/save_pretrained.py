@@ -117,9 +117,10 @@ class PretrainedSave:
     def _context_on(
         self, rank: int, make_context: Callable[[*Ts], AbstractContextManager[T]], *args: *Ts
     ) -> AbstractContextManager[T | None]:
-        """Return a context of all ranks that enters ``make_context(*args)`` on one of them.
+        """Return a context of all ranks that enters ``make_context(*args)`` on the rank ``rank``.
 
-        Collective. See :func:`context_on_one_rank`.
+        Its value is the value of ``make_context(*args)`` on this rank, and None on other ranks. An
+        error at its begin or end is raised on all ranks. Collective.
         """
         return context_on_one_rank(self.communicator, rank, self.request, make_context, *args)
 

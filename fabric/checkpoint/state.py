@@ -121,9 +121,13 @@ class StateDicts:
         return tensors
 
     def load_module(self, module: nn.Module, content: State, strict: bool) -> None:
-        """Load a state into a module. Its tensors are full, or sharded as in :meth:`of_module`.
+        """Load a state into a module.
 
-        ``strict`` is whether a name that is missing on either side is an error.
+        Args:
+            module: the set-up module.
+            content: the values by plain names. Tensors are full, or sharded as in
+                :meth:`of_module`.
+            strict: whether a name that is missing on either side is an error.
         """
         prepared = self.prepared_module(module)
         expected = self.strategy.get_module_state_dict(prepared, sharded=True)
@@ -273,7 +277,8 @@ def check_entries(state: State, check_value: CheckValue) -> None:
 
     Args:
         state: names and objects.
-        check_value: raises for a value that is not accepted. See :func:`check_plain`.
+        check_value: is called with the name and the value of each entry without a state. Raises for
+            a value that is not accepted.
 
     Raises:
         ArgumentTypeError: ``state`` is not a mapping, or an entry can neither be saved as a value
@@ -342,9 +347,9 @@ def check_version(request: str, version: object) -> None:
 
 
 def join_names(names: Iterable[object]) -> str:
-    """Join names for an error. Of a long list, the first few, and how many more there are.
+    """Join names, or numbers, for an error. The text is "nothing" without names.
 
-    The names may be numbers. Without names, the text is "nothing".
+    A long list is cut: the text has the first names, and how many more there are.
     """
     texts = list(map(str, names))
     if not texts:

@@ -253,9 +253,10 @@ def local_copy(path: Location) -> Iterator[Path]:
 def require_folder(request: str, folder: Location) -> None:
     """Raise a CheckpointError if ``folder`` cannot be created because a file is in its place.
 
-    The file is at the path of the folder or of one of its parents. In an object store, an object
-    may have the name of a folder. ``request`` is what the user asked for.
+    The file is at the path of the folder or of one of its parents. ``request`` is what the user
+    asked for, for the error.
     """
+    # In an object store, no object is in the way: it may have the name of a folder.
     if isinstance(folder, RemotePath):
         return
     for path in [folder, *folder.parents]:
