@@ -8,7 +8,7 @@ to tokens, or to samples if no tokens are passed.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -273,21 +273,7 @@ class _FlopCounter(DispatchMode):
             # the operator, and DTensor calls operators on local tensors, which come here.
             return NotImplemented
         result = func(*args, **kwargs)
-        # A formula is registered for the packet of an operator, which has all its overloads.
-        # Higher-order operators (control flow, flex_attention) have no packet: the formula is
-        # registered for the operator itself.
-        is_higher_order = not hasattr(func, "_overloadpacket")
-        operator = func
-        if not is_higher_order:
-            operator = func._overloadpacket
-        formula = self._formulas.get(operator)
-        if is_higher_order and formula is None:
-            raise UsageError(
-                "count_flops()",
-                problem=f"torch has no formula for {func}",
-                suggestion="torch.utils.flop_counter.register_flop_formula for it; "
-                "or no count_flops()",
-            )
+        formula = self._formula_of(func)
         # Activation checkpointing enables gradients within a backward pass to recompute a block,
         # which is no work of the model. Under create_graph=True, gradients are enabled in all of
         # the backward pass, and none of it is counted.
@@ -295,3 +281,26 @@ class _FlopCounter(DispatchMode):
         if formula and not is_fake and not is_recomputed:
             self.flops += formula(*args, **kwargs, out_val=result)
         return result
+
+    def _formula_of(self, func: Any) -> Callable[..., int] | None:
+        """Return torch's formula for the FLOPs of an operator. None counts the operator as 0.
+
+        Raises:
+            UsageError: a higher-order operator has no formula.
+        """
+        # A formula is registered for the packet of an operator, which has all its overloads.
+        packet = getattr(func, "_overloadpacket", None)
+        if packet is not None:
+            return self._formulas.get(packet)
+        # A higher-order operator (control flow, flex_attention) has no packet: its formula is
+        # registered for the operator itself. It may stand for most of a model's work, so it does
+        # not count as 0.
+        formula = self._formulas.get(func)
+        if formula is None:
+            raise UsageError(
+                "count_flops()",
+                problem=f"torch has no formula for {func}",
+                suggestion="torch.utils.flop_counter.register_flop_formula for it; "
+                "or no count_flops()",
+            )
+        return formula
