@@ -553,20 +553,26 @@ class _Comparison:
             if left is None or right is None:
                 yield _Difference(step, position, rank=None, key=key, first=left, second=right)
                 continue
-            norm_of_kind = first.norms[0][key.kind]
-            pairs = _pair_values(first.values_of_ranks(key), second.values_of_ranks(key))
-            for pair in pairs:
-                if not self._are_close(pair.first, pair.second, norm_of_kind):
-                    # One rank is enough for the report of a value.
-                    yield _Difference(
-                        step,
-                        position,
-                        rank=pair.rank,
-                        key=key,
-                        first=pair.first,
-                        second=pair.second,
-                    )
-                    break
+            # One rank is enough for the report of a value.
+            pair = self._first_differing_pair(key, first, second)
+            if pair is not None:
+                yield _Difference(
+                    step, position, rank=pair.rank, key=key, first=pair.first, second=pair.second
+                )
+
+    def _first_differing_pair(self, key: _Key, first: _Step, second: _Step) -> "_Pair | None":
+        """Return a pair of values of the runs that differ. None if the values of all ranks agree.
+
+        Args:
+            key: what identifies the value. Rank 0 of both runs has it.
+            first: the step of the first run.
+            second: the step of the second run.
+        """
+        norm_of_kind = first.norms[0][key.kind]
+        for pair in _pair_values(first.values_of_ranks(key), second.values_of_ranks(key)):
+            if not self._are_close(pair.first, pair.second, norm_of_kind):
+                return pair
+        return None
 
     def _is_left_out(self, step: int, key: _Key, left: Entry | None, right: Entry | None) -> bool:
         """Return whether a value cannot be compared, or need not agree.
