@@ -274,8 +274,8 @@ def _exchange(
 
     reduction_text = "" if op is None else f"{op} of "
     # For reports and for checked mode, which compares which tensors require a gradient. The
-    # signature leaves this out: without a backward pass, a difference does no harm. Read now,
-    # because describe_arguments() may be called later, while autograd is off.
+    # signature leaves this out: without a backward pass, a difference does no harm. Autograd's mode
+    # is read here, because describe_arguments() may be called later, while autograd is off.
     has_grads = sync_grads and torch.is_grad_enabled()
 
     def describe_arguments() -> str:

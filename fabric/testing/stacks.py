@@ -73,7 +73,8 @@ def position(frames: Sequence[Frame]) -> str:
             user_line = f"at {frame.file}:{frame.line}: {_source_line(frame)}"
             return f"in {collective}, {user_line}" if collective else user_line
         # A later frame is further out, and replaces the earlier ones: the outermost one is the
-        # function that the user has called. Except that torch wraps it in a function that logs.
+        # function that the user has called. torch wraps this function in one that logs, whose frame
+        # does not count.
         is_wrapper = frame.file.endswith("c10d_logger.py")
         if "torch/distributed/" in frame.file and not is_wrapper:
             collective = _qualified_name(frame)

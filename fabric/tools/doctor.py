@@ -62,8 +62,8 @@ def doctor(processes: int, seconds: float) -> int:
 
     Args:
         processes: how many new processes to start if no launcher started this one.
-        seconds: the unit of the time limits of the parts. After its limit a part ends the process
-            with exit code 1.
+        seconds: the user's time limit. A part that waits for other ranks gets twice as long. After
+            its limit a part ends the process with exit code 1.
 
     Returns:
         The exit code: 0 if nothing is wrong, else 1.
