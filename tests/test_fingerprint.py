@@ -34,6 +34,7 @@ QUICK_JOBS = [
     "TwoSamplesSwapped",
     "BatchChangedInPlace",
     "DropoutOff",
+    "BufferChangedByHand",
     "GradientScaledInside",
     "SchedulerOneStepLate",
     "StepLeftOut",
