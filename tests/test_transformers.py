@@ -177,6 +177,17 @@ def test_an_adapter_needs_a_model_with_the_adapter(tmp_path: Path) -> None:
     assert_equal_states(model.state_dict(), expected.state_dict())
 
 
+def test_an_incomplete_folder_of_an_adapter_names_the_missing_file(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    model = build_adapted(seed=1)
+    model.save_pretrained(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with single() as fabric:
+        with pytest.raises(CheckpointError, match="of an adapter, and not its weights") as caught:
+            fabric.load_raw(folder, model)
+        assert "adapter_model.safetensors or adapter_model.bin" in str(caught.value)
+
+
 def test_an_adapter_of_other_layers_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["k_proj"])

@@ -2,13 +2,13 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fabric.checkpoint.adapters import ADAPTER_CONFIG
+from fabric.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_FILES
 from fabric.checkpoint.atomic import read_errors
 from fabric.checkpoint.file import FullCheckpoint, require_file
 from fabric.checkpoint.safetensors import map_safetensors
@@ -65,7 +65,7 @@ def is_adapter(location: Location) -> bool:
 
 
 def map_weights(
-    request: str, location: Location, file_names: Iterable[str] = WEIGHTS_FILES
+    request: str, location: Location, file_names: Sequence[str] = WEIGHTS_FILES
 ) -> dict[str, Any]:
     """Return the weights in a safetensors file or in a folder, mapped into memory, by name.
 
@@ -86,7 +86,7 @@ def map_weights(
     with read_errors(request):
         names = [name for name in file_names if (location / name).is_file()]
     if not names:
-        raise _missing_weights_error(request, location)
+        raise _missing_weights_error(request, location, file_names)
     path = location / names[0]
     if path.name.endswith(".json"):
         return _map_indexed_files(request, path)
@@ -129,11 +129,24 @@ def _map_file(request: str, path: Location) -> dict[str, Any]:
         return dict(map_safetensors(local_path))
 
 
-def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
+def _missing_weights_error(
+    request: str, folder: Location, file_names: Sequence[str]
+) -> CheckpointError:
     """Return the error for a folder without weights, with a suggestion that fits what is there.
 
-    ``request`` is what the user asked for.
+    Args:
+        request: what the user asked for.
+        folder: the folder.
+        file_names: the names of files, of which the folder should have one.
     """
+    expected = f"a folder with {', '.join(file_names[:-1])} or {file_names[-1]}"
+    if file_names == ADAPTER_FILES:
+        return CheckpointError(
+            request,
+            problem="the folder has the config of an adapter, and not its weights",
+            expected=expected,
+            suggestion="a complete copy of the folder",
+        )
     names = sorted(path.name for path in folder.iterdir())
     weights = [name for name in names if name.endswith(SUFFIX)]
     suggestion = (
@@ -141,7 +154,7 @@ def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
         "its error says how to convert a folder that torch wrote"
     )
     if ADAPTER_CONFIG in names:
-        # For a model with an adapter, the files of the adapter are read and not WEIGHTS_FILES.
+        # A model with an adapter would have read ADAPTER_FILES.
         config = f"peft.PeftConfig.from_pretrained({str(folder)!r})"
         return CheckpointError(
             request,
@@ -154,7 +167,7 @@ def _missing_weights_error(request: str, folder: Location) -> CheckpointError:
     return CheckpointError(
         request,
         problem="the folder has no weights in Hugging Face's format",
-        expected=f"a folder with {', '.join(WEIGHTS_FILES[:-1])} or {WEIGHTS_FILES[-1]}",
+        expected=expected,
         suggestion=suggestion,
     )
 
