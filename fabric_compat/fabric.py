@@ -21,10 +21,7 @@ from fabric._fabric import _single_or_tuple, _without_schedulers
 from fabric._plan import _parse_accelerator
 from fabric._torch import compile_as, uncompiled
 from fabric.accelerators import Accelerator
-from fabric.checkpoint.encoding import KeyPath, to_json
 from fabric.checkpoint.save_load import CheckpointCoordinator
-from fabric.checkpoint.sharded import ShardedCheckpoint
-from fabric.checkpoint.state import check_plain
 from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.module import FabricModule
@@ -41,13 +38,15 @@ from fabric_compat.accelerators import (
 )
 from fabric_compat.environments import find_cluster_environment
 from fabric_compat.loggers import Loggers
+from fabric_compat.notes import note
+from fabric_compat.pickling import allow_pickle
 from fabric_compat.plugins import (
     AsEnvironment,
     CheckpointIO,
     ClusterEnvironment,
     Precision,
+    accepted_keywords,
     precision_object,
-    set_default_rank,
 )
 from fabric_compat.utilities import (
     _distributed_sampler,
@@ -155,8 +154,7 @@ class Fabric(_Fabric):
         self._strategy = self.strategy
         self._precision = precision_object(self.precision)
         if isinstance(precision_name, str | int) and self._replaces_float16():
-            set_default_rank()
-            _note("precision='16-mixed' on CPUs is 'bf16-mixed'")
+            note("precision='16-mixed' on CPUs is 'bf16-mixed'")
             self._precision = precision_object("bf16-mixed")
         # The object with Lightning's methods takes the place of fabric's precision.
         self._plan = replace(self._plan, precision=self._precision)
@@ -268,7 +266,7 @@ class Fabric(_Fabric):
         if model is None:
             model = self._prepare_module(module, trained_optimizers, move_to_device)
         else:
-            _note("setup() of a module that is set up already returns the same module")
+            note("setup() of a module that is set up already returns the same module")
             if uncompiled(module) is not module:
                 model = compile_as(module, model)
         self._set_up(trained_optimizers)
@@ -313,7 +311,7 @@ class Fabric(_Fabric):
         precision = precision_object(model._fabric_precision)
         model.__dict__["_fabric_precision"] = precision
         if precision.name != "32-true":
-            _note(
+            note(
                 f"modules under {precision.name} get floating inputs as {precision.input_dtype}, "
                 f"and return {torch.get_default_dtype()}"
             )
@@ -336,7 +334,7 @@ class Fabric(_Fabric):
         ]
         session.setup_optimizers(new_optimizers)
         if not session.objects.modules:
-            _note("optimizers are set up without their modules, whose gradients nothing averages")
+            note("optimizers are set up without their modules, whose gradients nothing averages")
         for optimizer in new_optimizers:
             mark_set_up(optimizer)
             optimizer.register_step_post_hook(self._after_step)
@@ -449,7 +447,7 @@ class Fabric(_Fabric):
         for callback in self._callbacks:
             hook = getattr(callback, hook_name, None)
             if callable(hook):
-                hook(*args, **_accepted_keywords(hook, kwargs))
+                hook(*args, **accepted_keywords(hook, kwargs))
             elif hook is not None:
                 name = f"{type(callback).__name__}.{hook_name}"
                 rank_zero_warn(f"Skipping the callback `{name}` because it is not callable.")
@@ -461,9 +459,9 @@ class Fabric(_Fabric):
 
         On one process, the shape does not change. Collective: every rank must call it.
         """
-        self._ensure_session("all_gather")  # sets the rank that _note reads
+        self._ensure_session("all_gather")  # sets the rank that note() reads
         tensors = convert_to_tensors(data, self.device)
-        _note("all_gather returns tensors for numbers, and adds no dimension on one process")
+        note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:
             return tensors
         return super().all_gather(tensors, group, sync_grads, **options)
@@ -480,7 +478,7 @@ class Fabric(_Fabric):
         if name == "mean":
             tensors = [_as_inexact(tensor) for tensor in tensors]
         results = iter(super().all_reduce(tensors, group, name))
-        _note("all_reduce returns tensors for numbers, and changes tensors in place")
+        note("all_reduce returns tensors for numbers, and changes tensors in place")
 
         def fill_with_result(tensor: Tensor) -> Tensor:
             result = next(results)
@@ -546,9 +544,7 @@ class Fabric(_Fabric):
         As in Lightning, a file may have values that need pickle, which ``fabric.Fabric`` refuses.
         """
         with super()._checkpoint_coordinator(method_name) as coordinator:
-            if not isinstance(coordinator.io, ShardedCheckpoint):  # a folder has no pickle
-                coordinator = replace(coordinator, check_value=_note_pickle)
-            yield coordinator
+            yield allow_pickle(coordinator)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint from a path, which may begin with ``~`` and contain variables."""
@@ -762,47 +758,8 @@ def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvi
     return environment
 
 
-def _accepted_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a function accepts."""
-    parameters = inspect.signature(function).parameters
-    for parameter in parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
-
-
 def _as_inexact(tensor: Tensor) -> Tensor:
     """Return a tensor whose mean is not truncated: integers become float64."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor
     return tensor.double()
-
-
-def _note_pickle(name: str, value: Any) -> None:
-    """Print once, on the first rank, that a checkpoint needs pickle, if an entry does.
-
-    Raises:
-        ArgumentTypeError: The entry has a tensor without its values, such as a shard.
-    """
-
-    def check(path: KeyPath, item: Any) -> None:
-        """Handle an item that is not a plain collection or scalar."""
-        try:
-            check_plain(name, item)
-        except ArgumentTypeError:
-            if isinstance(item, Tensor):
-                raise
-            _note(
-                "a checkpoint may have objects that need pickle. Such a file loads with "
-                "weights_only=False only, which runs the code that the file names"
-            )
-
-    # Called for what check() does: the JSON is not needed.
-    to_json(value, check, (name,))
-
-
-@rank_zero_only
-@cache
-def _note(text: str) -> None:
-    """Print once, on the first rank, how the behavior differs from ``fabric``."""
-    print(f"fabric_compat: as in Lightning Fabric, {text}", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ import inspect
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial
@@ -302,6 +302,15 @@ def set_default_rank() -> None:
     vars(rank_zero_only).setdefault("rank", rank_of_process() or 0)
 
 
+def accepted_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a function accepts."""
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
 class AsEnvironment:
     """A :class:`ClusterEnvironment` as an environment of fabric."""
 
@@ -347,7 +356,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def load_checkpoint(
-        self, path: Any, map_location: Any = None, **kwargs: Any
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]: ...
 
     @abstractmethod
@@ -357,8 +366,9 @@ class CheckpointIO(ABC):
     def save(self, state: Mapping[str, Any], path: Path) -> None:
         self.save_checkpoint(dict(state), path)
 
-    def load(self, path: Path) -> dict[str, Any]:
-        return self.load_checkpoint(path)
+    def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+        options = accepted_keywords(self.load_checkpoint, {"weights_only": weights_only})
+        return self.load_checkpoint(path, **options)
 
     def remove(self, path: Path) -> None:
         self.remove_checkpoint(path)
@@ -386,8 +396,23 @@ class TorchCheckpointIO(CheckpointIO):
             )
         FullCheckpoint().save(checkpoint, Path(path))
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]:
-        return FullCheckpoint().load(Path(path))
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return what a file holds.
+
+        Args:
+            path: the file.
+            map_location: where the tensors go, see ``torch.load``. The default is the CPU.
+            weights_only: False rebuilds any object, which runs the code that the file names.
+
+        Raises:
+            UnsafeCheckpointError: the file holds objects that only running code can rebuild.
+        """
+        refuses_code = weights_only is not False  # None means True
+        if map_location is not None:
+            return torch.load(path, map_location, weights_only=refuses_code)
+        return FullCheckpoint().load(Path(path), weights_only=refuses_code)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a file or a folder. A path without either is not an error."""

@@ -31,6 +31,7 @@ from fabric.tree import parameters_of
 from fabric.world import World
 from fabric_compat.environments import ClusterEnvironment
 from fabric_compat.missing import missing
+from fabric_compat.pickling import allow_pickle
 from fabric_compat.plugins import (
     AsEnvironment,
     CheckpointIO,
@@ -310,7 +311,7 @@ class _LightningStrategy(Strategy):
     def _coordinator(self) -> CheckpointCoordinator:
         """Return the object that saves and loads the checkpoints of this strategy."""
         runtime = self.runtime
-        return CheckpointCoordinator(
+        coordinator = CheckpointCoordinator(
             runtime.communicator,
             AsyncSaver(partial(runtime.background_communicator, "saves")),
             io=self.checkpoint_io or builtin_format(self.saves_shards),
@@ -318,6 +319,7 @@ class _LightningStrategy(Strategy):
             gatherer=ShardGatherer(runtime, self),
             session=_NoSession(),
         )
+        return allow_pickle(coordinator)
 
 
 class _WithProcessGroup(_LightningStrategy):

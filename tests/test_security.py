@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from fabric import Fabric
 from fabric.checkpoint import ShardedCheckpoint
 from fabric.cli import main
 from fabric.errors import CheckpointError, ConfigurationError, UnsafeCheckpointError
+from fabric.strategies import SingleDeviceStrategy
 from tests.ranks import outcome
 
 SCRIPT = Path(__file__).parent / "scripts" / "security" / "train.py"
@@ -34,6 +36,11 @@ class Payload:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
+
+
+def fabric_with_format(checkpoint_io: Any) -> Fabric:
+    strategy = SingleDeviceStrategy(accelerator="cpu", checkpoint_io=checkpoint_io)
+    return Fabric(strategy=strategy)
 
 
 @pytest.fixture
@@ -118,6 +125,37 @@ def test_a_payload_in_a_file_runs_only_when_the_caller_trusts_it(fabric, tmp_pat
         fabric.load(path, weights_only=None)
     assert not ran.exists()
     assert fabric.load(path, weights_only=False)["step"] == 3
+    assert ran.exists()
+
+
+def test_a_format_of_the_user_may_hold_code_if_it_takes_the_trust(tmp_path, ran):
+    class PlainFormat:
+        """A format without code."""
+
+        save = staticmethod(torch.save)
+
+        def wait(self):
+            """Do nothing: this test saves nothing in the background."""
+
+        def load(self, path):
+            return torch.load(path, weights_only=True)
+
+    class CodeFormat(PlainFormat):
+        """A format that runs code for a caller who trusts the file."""
+
+        def load(self, path, *, weights_only=True):
+            return torch.load(path, weights_only=weights_only)
+
+    path = tmp_path / "file.pt"
+    torch.save({"config": Payload(ran), "step": 3}, path)
+    fabric = fabric_with_format(PlainFormat())
+    with pytest.raises(ConfigurationError, match="PlainFormat: this format never holds code"):
+        fabric.load(path, weights_only=False)
+    with fabric_with_format(CodeFormat()) as fabric:
+        with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+            fabric.load(path)
+        assert not ran.exists()
+        assert fabric.load(path, weights_only=False)["step"] == 3
     assert ran.exists()
 
 

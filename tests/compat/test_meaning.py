@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import pickle
 import random
 import re
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ from fabric_compat.accelerators import (
     XLAAccelerator,
     find_usable_cuda_devices,
 )
-from fabric_compat.fabric import _note
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
+from fabric_compat.notes import print_once
 from fabric_compat.plugins import (
     CheckpointIO,
     DoublePrecision,
@@ -254,7 +255,7 @@ def test_a_collective_may_be_the_first_call_of_a_script(
 def test_outputs_are_float32_and_inputs_are_cast(
     precision: Any, inside: torch.dtype, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _note.__wrapped__.cache_clear()
+    print_once.__wrapped__.cache_clear()
 
     class Model(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,7 @@ def test_outputs_are_float32_and_inputs_are_cast(
 def test_16_bit_mixed_precision_is_that_of_bfloat16_on_cpus(
     options: Any, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _note.__wrapped__.cache_clear()
+    print_once.__wrapped__.cache_clear()
     with single(**options) as fabric:
         assert fabric.precision.name == fabric.strategy.precision.name == name
         with fabric.autocast():
@@ -1166,15 +1167,16 @@ class Buffer(list[int]):
     name = ""
 
 
+@pytest.mark.parametrize("options", [{}, {"plugins": TorchCheckpointIO()}])
 def test_objects_that_need_pickle_are_saved_and_load_only_with_weights_only_false(
-    tmp_path: Path, capfd: Any
+    options: dict[str, Any], tmp_path: Path, capfd: Any
 ) -> None:
     path = tmp_path / "checkpoint.pt"
     buffer = Buffer([1, 2])
     buffer.name = "first"
     module = nn.Linear(1, 1)
-    _note.__wrapped__.cache_clear()
-    with single() as fabric:
+    print_once.__wrapped__.cache_clear()
+    with single(**options) as fabric:
         model = fabric.setup(module)
         fabric.save(path, {"model": model, "step": 3})
         assert "pickle" not in capfd.readouterr().err
@@ -1183,9 +1185,9 @@ def test_objects_that_need_pickle_are_saved_and_load_only_with_weights_only_fals
         fabric.save(path, state)
         assert capfd.readouterr().err.count("loads with weights_only=False only") == 1
         # As in Lightning, no code of the file runs unless the user asks for it.
-        for options in ({}, {"weights_only": None}, {"weights_only": True}):
+        for weights_only in ({}, {"weights_only": None}, {"weights_only": True}):
             with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
-                fabric.load(path, **options)
+                fabric.load(path, **weights_only)
         content = fabric.load(path, weights_only=False)
         assert (type(content["buffer"]), content["buffer"], content["buffer"].name) == (
             Buffer,
@@ -1199,6 +1201,32 @@ def test_objects_that_need_pickle_are_saved_and_load_only_with_weights_only_fals
         assert torch.equal(module.weight, weight)
         assert state["buffer"].name == "first"
         assert state["array"].tolist() == [1, 1]
+
+
+def test_a_format_of_the_user_reads_code_as_it_likes(tmp_path: Path) -> None:
+    class OldFormat(TorchCheckpointIO):
+        """A format from the time when load_checkpoint() had no argument ``weights_only``."""
+
+        def load_checkpoint(self, path: Any, map_location: Any = None) -> dict[str, Any]:  # type: ignore[override]
+            return torch.load(path, map_location, weights_only=False)
+
+    path = tmp_path / "checkpoint.pt"
+    with single(plugins=OldFormat()) as fabric:
+        fabric.save(path, {"buffer": Buffer([1, 2])})
+        for options in ({}, {"weights_only": False}):
+            assert type(fabric.load(path, **options)["buffer"]) is Buffer
+
+
+def test_a_file_is_loaded_to_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    checkpoint_io = TorchCheckpointIO()
+    checkpoint_io.save_checkpoint({"weight": torch.ones(2), "array": numpy.ones(2)}, path)
+    with pytest.raises(pickle.UnpicklingError, match="numpy"):
+        checkpoint_io.load_checkpoint(path, "meta")
+    content = checkpoint_io.load_checkpoint(path, "meta", weights_only=False)
+    assert content["weight"].device.type == "meta"
+    content = checkpoint_io.load_checkpoint(path, weights_only=False)
+    assert content["weight"].device.type == "cpu"
 
 
 def test_a_tensor_without_values_is_refused_beside_objects_that_need_pickle(tmp_path: Path) -> None:

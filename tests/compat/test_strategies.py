@@ -4,12 +4,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, UnsafeCheckpointError, UsageError
 from fabric_compat import Fabric
 from fabric_compat.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
 from fabric_compat.plugins import (
@@ -181,6 +182,16 @@ def test_a_strategy_alone_sets_up_saves_and_loads(tmp_path: Path) -> None:
     assert torch.equal(module.weight, torch.ones(1, 2))
     with pytest.raises(TypeError, match="CheckpointIO of your own"):
         strategy.save_checkpoint(path, state, storage_options={"mode": "w"})
+
+
+def test_a_strategy_alone_saves_objects_that_need_pickle(tmp_path: Path) -> None:
+    strategy = SingleDeviceStrategy()
+    path = tmp_path / "checkpoint.pt"
+    strategy.save_checkpoint(path, {"numbers": numpy.ones(2)})
+    with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
+        strategy.load_checkpoint(path)
+    content = strategy.load_checkpoint(path, weights_only=False)
+    assert content["numbers"].tolist() == [1, 1]
 
 
 class RecordingIO(TorchCheckpointIO):
