@@ -8,7 +8,7 @@ Nothing writes into the arguments.
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,26 +252,89 @@ def _exchange(
             their calls differ. Default: True.
     """
     try:
-        leaves, structure = flatten(tree)
-        if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
-            buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
-        else:
-            buckets = pack(leaves, structure, sends_numbers)
-        if op is not None:
-            _check_reduction(op, buckets, structure, operation)
-        buffers: list[Tensor] = []
-        # Whether this call waits for the device. Results for Python numbers are read from the
-        # device at once, and results for tensors stay there.
-        reads_result = False
-        for bucket in buckets:
-            buffers.append(bucket.new_buffer(communicator.device, op))
-            if bucket.numbers:
-                reads_result = True
+        packed = _pack_for_exchange(communicator, operation, tree, op, sends_numbers)
     except Exception as error:
         # Otherwise the other ranks would wait for this rank.
         _answer_without_call(communicator, operation, error)
         raise
+    # A single rank has nothing to compare.
+    is_signed = is_signed and communicator.size > 1
+    call = _describe_call(operation, packed, op, sync_grads=sync_grads, is_signed=is_signed)
+    # Replaces the leaves in the buckets by their results.
+    _run_for_buckets(
+        communicator,
+        operation,
+        packed.buffers,
+        packed.buckets,
+        packed.leaves,
+        op,
+        call=call,
+        detach=not sync_grads,
+    )
+    if op is Reduce.PRODUCT:
+        _check_product_of_integers(communicator, packed.buckets)
+    return unflatten(packed.structure, packed.leaves)
 
+
+class _PackedTree(NamedTuple):
+    """A collection that is ready to be sent.
+
+    Attributes:
+        leaves: the leaves of the collection. The results replace the leaves that are sent.
+        structure: the structure of the collection.
+        buckets: the leaves that are sent, one bucket for each dtype.
+        buffers: the buffer of each bucket.
+    """
+
+    leaves: list[Leaf]
+    structure: Structure
+    buckets: list[Bucket]
+    buffers: list[Tensor]
+
+
+def _pack_for_exchange(
+    communicator: Communicator,
+    operation: Operation,
+    tree: Tree,
+    op: Reduce | None,
+    sends_numbers: bool,
+) -> _PackedTree:
+    """Check and pack the collection of :func:`_exchange`, whose arguments these are.
+
+    Not a collective.
+
+    Raises:
+        ConfigurationError: a leaf cannot be sent, or the reduction is not defined for the leaf.
+    """
+    leaves, structure = flatten(tree)
+    if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
+        buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
+    else:
+        buckets = pack(leaves, structure, sends_numbers)
+    if op is not None:
+        _check_reduction(op, buckets, structure, operation)
+    buffers = [bucket.new_buffer(communicator.device, op) for bucket in buckets]
+    return _PackedTree(leaves, structure, buckets, buffers)
+
+
+def _describe_call(
+    operation: Operation,
+    packed: _PackedTree,
+    op: Reduce | None,
+    *,
+    sync_grads: bool,
+    is_signed: bool,
+) -> CallDescription:
+    """Return the description of a call, for errors, hang reports and signatures.
+
+    Args:
+        operation: the collective.
+        packed: the collection of this rank, before the collective runs.
+        op: the reduction. None if the operation has no reduction.
+        sync_grads: whether gradients flow through the collective.
+        is_signed: whether the first message carries a signature.
+    """
+    leaves, structure, buckets, _ = packed
     reduction_text = "" if op is None else f"{op} of "
     # For reports and for checked mode, which compares which tensors require a gradient. The
     # signature leaves this out: without a backward pass, a difference does no harm. Autograd's mode
@@ -286,25 +349,21 @@ def _exchange(
         return options_text + describe(structure, leaves, buckets, has_grads)
 
     signature_text = None
-    if is_signed and communicator.size > 1:  # a single rank has nothing to compare
+    if is_signed:
         signature_text = f"{operation}({reduction_text}{describe(structure, leaves, buckets)})"
-    call = CallDescription(
+    # Results for Python numbers are read from the device at once, so the call waits for the device.
+    # Results for tensors stay on the device.
+    reads_result = any(bucket.numbers for bucket in buckets)
+    return CallDescription(
         operation,
         arguments=describe_arguments,
         signature_text=signature_text,
         reads_result=reads_result,
     )
-    # Replaces the leaves in the buckets by their results.
-    _run_for_buckets(
-        communicator, operation, buffers, buckets, leaves, op, call=call, detach=not sync_grads
-    )
-    if op is Reduce.PRODUCT:
-        _check_product_of_integers(communicator, buckets)
-    return unflatten(structure, leaves)
 
 
 def _call_with_one_leaf(op: Reduce, leaf_text: str, reads_result: bool) -> CallDescription:
-    """Return the description that :func:`_exchange` makes for an all-reduce of one leaf.
+    """Return the description that :func:`_describe_call` makes for an all-reduce of one leaf.
 
     Args:
         op: the reduction.
