@@ -74,6 +74,20 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         # Half-precision values are summed up in float32, as in torch's kernels.
         values = input.to(torch.promote_types(input.dtype, torch.float32))
+        return self._normalize(values, communicator).to(input.dtype)
+
+    def _normalize(self, values: Tensor, communicator: Communicator) -> Tensor:
+        """Normalize values by the statistics of all ranks, and update the running statistics.
+
+        Collective.
+
+        Args:
+            values: the batch of this rank.
+            communicator: the ranks.
+
+        Raises:
+            ValueError: all ranks together have a single value in each channel.
+        """
         # All dimensions except dimension 1, the channels.
         dims = [0, *range(2, values.dim())]
 
@@ -101,8 +115,7 @@ class SyncBatchNorm(_BatchNorm):
                 self._update_running_statistics(mean.flatten(), variance.flatten())
 
         scale = torch.rsqrt(squares / divisor + self.eps)
-        output = self._transform(centered, scale)
-        return output.to(input.dtype)
+        return self._transform(centered, scale)
 
     def _transform(self, centered: Tensor, scale: Tensor) -> Tensor:
         """Scale centered values, and apply the weight and bias of the layer, if any.
