@@ -1,7 +1,7 @@
 """Tensor parallelism combined with sharding, on one mesh of processes."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd, prod
 from typing import Any
@@ -183,6 +183,21 @@ class _Topology:
     same_batch: Communicator
 
 
+@dataclass(eq=False)
+class _Split:
+    """The split of the layers of one model while the model is set up.
+
+    Attributes:
+        root: the model.
+        unsplit_layers: the layers that are still to be split, each with its style.
+        originals: for each split parameter, the user's parameter that it has replaced.
+    """
+
+    root: nn.Module
+    unsplit_layers: dict[nn.Module, Any]
+    originals: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+
+
 class ModelParallelStrategy(FSDPStrategy):
     """Tensor parallelism, data parallelism and sharding of parameters, on one mesh of processes.
 
@@ -276,14 +291,11 @@ class ModelParallelStrategy(FSDPStrategy):
         self._topology: _Topology | None = None
         # The user's tag for torch's cache of compiled graphs. None unless the tag has been changed.
         self._user_cache_key_tag: str | None = None
-        # While a model is set up: the model.
-        self._root: nn.Module | None = None
-        # While a model is set up: the layers that are still to be split, each with its style.
-        self._unsplit_layers: dict[nn.Module, Any] = {}
-        # While a model is set up: for each parameter that was split, the user's parameter that it
-        # has replaced.
-        self._original_parameters: dict[nn.Parameter, nn.Parameter] = {}
-        # The number of models that were set up, for keys in the store.
+        # The split of the model that is being set up. setup_module() sets it for _shard_module(),
+        # which FSDPStrategy calls. None at other times.
+        self._split: _Split | None = None
+        # The number of models that were set up. All ranks set up the same models, so keys in the
+        # store with this number are the same on all ranks.
         self._num_models = 0
         # The comparison of the last split model with the whole one. gradient_contract() takes it.
         self._comparison: SplitComparison | None = None
@@ -471,15 +483,13 @@ class ModelParallelStrategy(FSDPStrategy):
         if topology.tensor_parallel_size > 1 and not is_fake:
             whole = copy_without_values(root)
         layers = self._find_layers_to_split(root)
-        self._unsplit_layers = dict(layers)
-        self._original_parameters = {}
         self._prepare_heads(root, layers)
+        split = _Split(root, unsplit_layers=dict(layers))
         if self.parallelize_fn is not None:
-            self._parallelize(root, self.parallelize_fn, topology.mesh)
-        self._root = root
-        prepared = super().setup_module(module)  # calls _shard_module(), which reads _root
-        self._root = None
-        self._original_parameters = {}
+            split.originals = self._parallelize(root, self.parallelize_fn, topology.mesh)
+        self._split = split
+        prepared = super().setup_module(module)  # calls _shard_module(), which reads _split
+        self._split = None
         if topology.tensor_parallel_size > 1:
             # parallelize_fn may end a part in another way than by a rowwise layer.
             streams = PartRandomStreams(topology.mesh, requires_rowwise=self.tp_plan is not None)
@@ -525,11 +535,12 @@ class ModelParallelStrategy(FSDPStrategy):
         whole_outputs = {layer for layer, style in layers.items() if has_whole_output(style)}
         communicator = self._communicator_along(self._running_topology.tensor_parallel_mesh)
         return SplitComparison(
-            f"split comparison {self._num_models}",
-            root,
-            whole,
-            communicator,
-            self.runtime.store,
+            # A part of keys in the store, which must be the same on all ranks.
+            name=f"split comparison {self._num_models}",
+            root=root,
+            whole=whole,
+            communicator=communicator,
+            store=self.runtime.store,
             lines=lines,
             whole_outputs=whole_outputs,
             not_compared=self._modules_not_compared(root),
@@ -620,12 +631,14 @@ class ModelParallelStrategy(FSDPStrategy):
             module: the module.
             **arguments: the arguments of ``fully_shard``.
         """
-        self._split_layers(module)
+        split = self._split
+        assert split is not None  # setup_module() has set it
+        self._split_layers(split, module)
         # The user's parameters that splitting has replaced. Both calls below free them.
         originals: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
-            if parameter in self._original_parameters:
-                originals[name] = self._original_parameters[parameter]
+            if parameter in split.originals:
+                originals[name] = split.originals[parameter]
         communicator = self.runtime.communicator
         if self._shards_parameters:
             shard_module(communicator, module, originals, **arguments)
@@ -634,10 +647,10 @@ class ModelParallelStrategy(FSDPStrategy):
             communicator,
             module,
             originals,
-            is_root=module is self._root,
+            is_root=module is split.root,
             mesh=self._shard_mesh(),
         )
-        if module is self._root:
+        if module is split.root:
             # Adds up the partial gradients of the ranks, as FSDP does for sharded parameters.
             sum_partial_dtensors(module.parameters())
 
@@ -652,10 +665,13 @@ class ModelParallelStrategy(FSDPStrategy):
         needs_fsdp = self.mixed_precision is not None or self._offloads_to_cpu
         return self._shard_mesh().size() > 1 or needs_fsdp
 
-    def _split_layers(self, module: nn.Module) -> None:
+    def _split_layers(self, split: _Split, module: nn.Module) -> None:
         """Split the layers in a module that are not split yet, with rank 0's values. Collective.
 
-        The user's parameters are recorded in ``_original_parameters``, by the split parameter.
+        Args:
+            split: the split of the model. The layers are taken out of ``unsplit_layers``, and the
+                user's parameters are added to ``originals``.
+            module: the model, or an FSDP module in it.
         """
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
@@ -664,7 +680,7 @@ class ModelParallelStrategy(FSDPStrategy):
         # the split parameter, too.
         split_parameters: dict[nn.Parameter, nn.Parameter] = {}
         for layer in module.modules():
-            if layer not in self._unsplit_layers:
+            if layer not in split.unsplit_layers:
                 continue
             originals = dict(layer.named_parameters(recurse=False))
             # An original that an earlier layer shares got rank 0's values with that layer.
@@ -672,7 +688,7 @@ class ModelParallelStrategy(FSDPStrategy):
             receive_values(self.runtime.communicator, module, new_originals)
             # Taken out: this method is called again for each FSDP module around this one, and must
             # not split the layer twice.
-            style_of_plan = self._unsplit_layers.pop(layer)
+            style_of_plan = split.unsplit_layers.pop(layer)
             for style in torch_styles(layer, style_of_plan):
                 # Without a source rank, torch sends nothing: this rank has rank 0's values already.
                 parallelize_module(layer, mesh, style, src_data_rank=None)
@@ -680,7 +696,7 @@ class ModelParallelStrategy(FSDPStrategy):
             for name, original in originals.items():
                 split_parameter = split_parameters.setdefault(original, layer.get_parameter(name))
                 registered[name] = split_parameter
-                self._original_parameters[split_parameter] = original
+                split.originals[split_parameter] = original
 
     @override
     def _shard_mesh(self) -> DeviceMesh:
@@ -706,13 +722,16 @@ class ModelParallelStrategy(FSDPStrategy):
         root: nn.Module,
         parallelize_fn: Callable[[Any, DeviceMesh], Any],
         mesh: DeviceMesh,
-    ) -> None:
+    ) -> dict[nn.Parameter, nn.Parameter]:
         """Give a model rank 0's values, and have the user's function split the model. Collective.
 
         Args:
             root: the model, which is changed in place.
             parallelize_fn: the user's function.
             mesh: the whole mesh.
+
+        Returns:
+            For each parameter that the function has put in place of another one, the other one.
 
         Raises:
             UsageError: on some rank, the function did not split the model in place, or split it
@@ -738,12 +757,15 @@ class ModelParallelStrategy(FSDPStrategy):
         # Raises the error of any rank on all ranks.
         placements_by_rank = communicator.gather_objects(placements, error=error)
         _check_same_placements(root, placements_by_rank)
+        originals: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in after.items():
             if parameter is not before[name]:
-                self._original_parameters[parameter] = before[name]
+                originals[parameter] = before[name]
+        return originals
 
 
 def _unknown_order() -> str:
+    """Return the text that stands for an unknown order of modules, which is not compared."""
     return ""
 
 
