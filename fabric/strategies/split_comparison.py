@@ -182,9 +182,10 @@ class _Computation:
     result: list[Tensor]
 
     def gradients(self) -> list[_Quantity]:
-        """Return the gradients of the inputs for random gradients of the result.
+        """Return the gradients of ``gradient_inputs`` for random gradients of the result.
 
-        The random gradients are the same in every call.
+        The random gradients are the same in every call, so that the split and the whole computation
+        of a region can be compared.
         """
         differentiable = [tensor for tensor in self.result if tensor.requires_grad]
         if not self.gradient_inputs or not differentiable:
@@ -302,12 +303,14 @@ class SplitComparison:
         self._num_passes = 0
         # A note for the error of this pass. Empty unless a region raises because it is split.
         self._note_for_error = ""
-        # Whether a pass has ended in which regions were to be compared.
+        # Whether a region has been compared, or a pass without an error has called no region. Then
+        # passes without gradients compare nothing any more.
         self._has_compared = False
         # Removes the hooks of a pass with comparisons. Empty between two passes.
         self._undo_after_pass = ExitStack()
+        # Whether a pass with comparisons is running.
         self._is_in_pass = False
-        # True while a region is computed.
+        # Whether a hook is computing a region, split or whole, to compare it.
         self._is_comparing = False
         # The hooks around forward passes, once the comparison has started.
         self._hooks_of_model = Hooks()
@@ -374,13 +377,14 @@ class SplitComparison:
         self._note_for_error = ""
         new_regions: list[_Region] = []
         if error is None:
-            self._has_compared = True
+            self._has_compared = True  # for a pass that has called no region
             new_regions = self._regions_around_uncalled()
         if not torch.is_grad_enabled():
             # All regions stay, since a pass with gradients has to compare them.
             self._regions_to_compare += new_regions
             return
         self._num_passes += 1
+        # The regions that the next pass compares again.
         remaining: list[_Region] = []
         for region in self._regions_to_compare:
             # An error has ended the pass before this region was compared, or is the error of its

@@ -333,6 +333,7 @@ class ShardedForward:
             # of their parameters, and there is nothing to lend. The call would break the graph.
             if self._fsdp_modules or not self.unsharded.is_empty:
                 self._lend_gradients_uncompiled(output)
+            # The steps below undo or check what _begin_pass() skips in a compiled model.
             return
         # Put back the hooks that refuse calls of submodules. They become the first hooks, since
         # they have to run before FSDP's own hooks.

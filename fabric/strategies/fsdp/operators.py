@@ -297,7 +297,8 @@ def _draw_from_values(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     dtensor, *other_args = args
     numbers = operator(full_tensor(dtensor), *other_args, **(kwargs or {}))
     if numbers.shape == dtensor.shape:
-        # Each rank keeps the shard of its own numbers. Only replicas have to be equal.
+        # Each rank keeps a shard of the numbers that it has drawn itself. The ranks may have drawn
+        # different numbers, but each element is random by itself. _shard() makes replicas equal.
         return _shard(numbers, dtensor)
     mesh = dtensor.device_mesh
     # All ranks get the first rank's numbers: their own numbers differ if their random states do.
@@ -333,6 +334,7 @@ def _reduce_losses(position: int, operator: Any, args: tuple[Any, ...], kwargs: 
         kwargs: its keyword arguments.
     """
     if not _takes_mean(position, args):
+        # Only a mean depends on the number of elements of the shard.
         return call_without_function(operator, args, kwargs)
     losses = call_without_function(operator, _without_reduction(position, args), kwargs)
     return losses.mean()
@@ -341,7 +343,15 @@ def _reduce_losses(position: int, operator: Any, args: tuple[Any, ...], kwargs: 
 def _reduce_losses_backward(
     position: int, operator: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Return the gradient of losses of DTensors. The arguments are those of _reduce_losses()."""
+    """Return the gradient of losses of DTensors, or of their sum or mean.
+
+    Args:
+        position: the position of the argument ``reduction``.
+        operator: the backward pass of an operator such as ``mse_loss``.
+        args: its arguments. The first one is the gradient of the result, and the second one is the
+            input of the loss.
+        kwargs: its keyword arguments.
+    """
     if _takes_mean(position, args):
         # torch would divide by the number of elements of the shard. So the mean is taken here, and
         # torch computes without a reduction, from a gradient for each element.

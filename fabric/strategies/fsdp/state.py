@@ -168,7 +168,8 @@ def shard_parameter_state(parameter: Any, state: Mapping[str, Any]) -> dict[str,
     sharded: dict[str, Any] = {}
     for name, value in state.items():
         if name in _SCALAR_STATE:
-            # A plain tensor, such as "step", even for a parameter that is a scalar itself.
+            # State such as "step" stays a plain tensor. _shard_like() would make a DTensor of it if
+            # the parameter had the same shape, as a parameter without dimensions has.
             sharded[name] = value
         else:
             sharded[name] = _shard_like(parameter, value)
@@ -252,10 +253,12 @@ class UnshardedState:
         if broadcasts_statistics:
             self._buffers_of_norms = _buffers_with_statistics(root)
         self.is_empty = not self._slots and not self._buffers_of_norms
+        # ShardedForward.without_sync() sets it to False for its block.
         self.synchronizes = True
         # The parameters whose gradients the last backward pass did not reduce.
         self._unreduced: list[nn.Parameter] = []
-        # Whether ranks may have different running statistics since the last broadcast.
+        # Whether ranks may have different running statistics since the last broadcast. The first
+        # forward pass broadcasts, too.
         self._statistics_may_differ = True
         # Whether this object's callback at the end of the running backward pass is registered.
         self._awaits_backward_end = False

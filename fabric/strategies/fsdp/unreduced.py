@@ -105,6 +105,8 @@ class UnreducedGradients:
 
     def reset_pass(self) -> None:
         """Clear FSDP2's state after a pass that raised, but keep all gradients."""
+        # Lent gradients go back to their shards before the reset saves all gradients and sets them
+        # again.
         self._lent_gradients.take_back()
         reset_fsdp_pass(self._root, self._records)
 
@@ -165,6 +167,8 @@ class UnreducedGradients:
         clears it by setting it to None or to zero. This method waits for the device once, if there
         are placeholders.
         """
+        # The user may have cleared a placeholder where it is lent, at the gathered parameter. This
+        # clears it in ``parameter.grad``, too.
         self._lent_gradients.take_back()
         cleared: set[Tensor] = set()
         parameters: list[Tensor] = []
