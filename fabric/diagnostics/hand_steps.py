@@ -192,6 +192,18 @@ class _GradientSamples:
         return list(tensors)
 
 
+class _ComparedParameters(NamedTuple):
+    """Parameters changed by hand that this rank has compared with other ranks.
+
+    Attributes:
+        names: the names of the parameters.
+        key: their key in the store, without the ``"/first"`` or ``"/other"`` at its end.
+    """
+
+    names: list[str]
+    key: str
+
+
 class _ChangeComparison:
     """Compares parameters that were changed by hand, and must be equal on all ranks, between ranks.
 
@@ -206,11 +218,8 @@ class _ChangeComparison:
     def __init__(self, contracts: Collection[GradientContract], store: JobStore) -> None:
         self._contracts = contracts
         self._store = store
-        # The names of the parameters that this rank has compared last.
-        self._names: list[str] = []
-        # Their key in the store, without the "/first" or "/other" at its end. Empty before the
-        # first comparison.
-        self._key = ""
+        # The latest comparison. None before the first one.
+        self._latest: _ComparedParameters | None = None
 
     def check(self, changes: Sequence[_Change], num_losses: int) -> None:
         """Raise if parameters that must be equal on all ranks were changed differently.
@@ -224,33 +233,37 @@ class _ChangeComparison:
         """
         if not changes or self._store.size == 1:
             return
-        self._names = [change.name for change in changes]
+        names = [change.name for change in changes]
         # Ranks are compared only if they hold the same replicas, and have changed the same
         # parameters after the same number of backward passes. The key has all three.
         scope = "".join(contract.scope for contract in self._contracts)
-        checksum = crc32(" ".join(self._names).encode())
-        self._key = f"changes by hand{scope}/{num_losses}/{checksum}"
+        checksum = crc32(" ".join(names).encode())
+        key = f"changes by hand{scope}/{num_losses}/{checksum}"
+        self._latest = _ComparedParameters(names, key)
         local_digests = digests([_sampled(change.parameter) for change in changes])
         content = json.dumps([self._store.rank, local_digests]).encode()
         # Writes this content if no rank has written any. Returns the content in the store.
-        first_content = self._store.set_if_absent(f"{self._key}/first", content)
+        first_content = self._store.set_if_absent(f"{key}/first", content)
         first_rank, first_digests = json.loads(first_content)
         if first_digests != local_digests:
             # This rank writes before it raises, so that the first rank raises, too.
-            self._store.set(f"{self._key}/other", content)
-            self._raise_different(first_rank)
+            self._store.set(f"{key}/other", content)
+            self._raise_different(names, first_rank)
 
     def check_latest(self) -> None:
-        """Raise if another rank has found that its parameters differ from those of this rank."""
-        has_compared = self._key != ""
-        if not has_compared:
+        """Raise if another rank has found that its parameters differ from those of this rank.
+
+        The other rank may have compared them after this rank did. So this method is called before
+        the next comparison, too.
+        """
+        if self._latest is None:
             return
-        content = self._store.get_nowait(f"{self._key}/other")
+        content = self._store.get_nowait(f"{self._latest.key}/other")
         if content is not None:
             other_rank, _other_digests = json.loads(content)
-            self._raise_different(other_rank)
+            self._raise_different(self._latest.names, other_rank)
 
-    def _raise_different(self, other_rank: int) -> NoReturn:
+    def _raise_different(self, names: list[str], other_rank: int) -> NoReturn:
         """Raise a UsageError for parameters that differ between this rank and another one."""
         lower_rank, higher_rank = sorted((self._store.rank, other_rank))
         suggestion = (
@@ -258,7 +271,7 @@ class _ChangeComparison:
             "gradients of nn.ParameterList and nn.ParameterDict; for other modules, changes after "
             f"a backward pass outside of no_backward_sync; {_TURN_OFF}"
         )
-        if any(_OUTSIDE_MODULES in name for name in self._names):
+        if any(_OUTSIDE_MODULES in name for name in names):
             suggestion = (
                 "module, optimizer = fabric.setup(module, optimizer), with "
                 "nn.ParameterList([parameter]) as the module of a parameter that no module has; "
@@ -266,7 +279,7 @@ class _ChangeComparison:
             )
         _raise_changed_by_hand(
             self._store.rank,
-            self._names,
+            names,
             problem=f"and differ between ranks {lower_rank} and {higher_rank}",
             expected="the same changes on all ranks, by gradients that are averaged over them",
             suggestion=suggestion,
@@ -364,6 +377,7 @@ class HandStepCheck:
             self._refuse_incomplete_gradients(changes)
             self._comparison.check(self._replicated(changes), self._num_losses)
         if self._is_finished():
+            # This is allowed, since Fabric.backward() iterates over a copy of the list.
             self._checks.remove(self.check)
             self.close()
             return
