@@ -110,6 +110,18 @@ class PassHistory:
         return f"{', '.join(latest)} (of {self.count} with digest {self._digest:08x})"
 
 
+class _FirstModel(NamedTuple):
+    """The first model. The references are weak, since the user may drop the model.
+
+    Attributes:
+        contract: the contract of the model.
+        forward: the hooks around the model's forward pass.
+    """
+
+    contract: ref[GradientContract]
+    forward: ref[Hooks]
+
+
 # [Note: Order of passes]
 # In some passes torch issues collectives of its own: in a backward pass that synchronizes
 # gradients, and in each pass of a sharded model. torch does not know which model a collective is
@@ -162,8 +174,8 @@ class PassOrder:
         self._num_models = 0
         # The number of each model, by its contract. It is the same on all ranks.
         self._numbers: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
-        # The first model, until the second one is set up.
-        self._first: tuple[ref[GradientContract], ref[Hooks]] | None = None
+        # The first model, which is recorded once there is a second one. None before it is set up.
+        self._first_model: _FirstModel | None = None
 
     @property
     def histories(self) -> Collection[PassHistory]:
@@ -185,14 +197,18 @@ class PassOrder:
         self._num_models += 1
         self._numbers[contract] = self._num_models
         if self._num_models == 1:
-            self._first = (ref(contract), ref(forward))
+            self._first_model = _FirstModel(ref(contract), ref(forward))
             return
         if self._num_models == 2:
-            self._start()
+            self._start_recording()
         self._record_passes(contract, forward)
 
-    def _start(self) -> None:
-        """Record the passes of the first model, too. Called when the second model is set up."""
+    def _start_recording(self) -> None:
+        """Begin to record passes, also those of the first model.
+
+        Called at the setup of the second model. From now on, ``bypass`` reports backward passes to
+        :meth:`_on_backward`, and :meth:`_after_pass` compares after each of them.
+        """
         neighbors = frozenset(self._bypass.world.neighbours)
         # Neighbors that are peers compare all passes of sharded models, which include the shared
         # ones.
@@ -200,14 +216,19 @@ class PassOrder:
         self.shared.neighbors = neighbors - self._bypass.peers
         self._bypass.on_backward = self._on_backward
         self._backward.after.append(self._after_pass)
-        assert self._first is not None, "the first model comes before the second one"
-        contract = self._first[0]()
-        forward = self._first[1]()
+        first_model = self._first_model
+        assert first_model is not None, "the first model comes before the second one"
+        contract = first_model.contract()
+        forward = first_model.forward()
+        # Both are None if the user has dropped the first model.
         if contract is not None and forward is not None:
             self._record_passes(contract, forward)
 
     def _record_passes(self, contract: GradientContract, forward: Hooks) -> None:
-        """Record the passes of a sharded model. The guard of any other model calls _on_backward."""
+        """Record the passes of a sharded model.
+
+        Of another model, only backward passes are recorded. Its guard calls :meth:`_on_backward`.
+        """
         if not contract.is_sharded:
             return
         if not self.of_peers.ranks:
@@ -240,6 +261,8 @@ class PassOrder:
         if kind is not _Kind.FORWARD:
             # After enough backward passes, check_after_pass() sets _is_checking to False.
             self._num_checked_backwards += 1
+        # Published before this rank reads: of two ranks that make different passes, the one that
+        # reads last sees the difference.
         self.shared.publish(self._store)
         self.of_peers.publish(self._store)
         self._compare()
