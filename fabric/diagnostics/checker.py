@@ -176,7 +176,10 @@ class CollectiveChecker:
         self._lock = threading.Lock()
         # The record of this rank. The published one may still have calls that have ended.
         self._record = _NO_CALLS
+        # The call that this rank has started last, for the errors of other ranks.
         self._latest_call: Call | None = None
+        # The error that has ended the calls of this rank. It is the cause of the errors of later
+        # calls.
         self._error: CollectiveMismatchError | None = None
         # Other ranks on this node look by this id whether the process has ended.
         self._store.publish("process", [node(), os.getpid()])

@@ -105,6 +105,7 @@ class EqualDrawsCheck:
         # Digests from the first passes: of the outputs of all modules, and of the losses.
         self._outputs: list[int] = []
         self._losses: list[int] = []
+        # The number of modules that were set up so far. It numbers the modules.
         self._module_count = 0
         self._num_backward_passes = 0
         self._is_closed = False

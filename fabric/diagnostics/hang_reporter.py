@@ -314,7 +314,8 @@ class HangReporter:
                 self._end_process(self._report)
         if COMPILES in self._report:
             # A rank compiles, which ends by itself, so the report was not printed. The wait counts
-            # from now on, so that another report is requested later.
+            # from now on, so that another report is requested later. Until then, the text stays for
+            # wait_for_report().
             self._report_number = None
             self._observer.unchanged_since = now
 

@@ -59,6 +59,7 @@ class LossChecks:
         """
         self._num_losses += 1
         if self._num_losses >= _CHECKED_LOSSES:
+            # This is allowed, since Fabric.backward() iterates over a copy of the list.
             self._checks.remove(self.check)
         num_terms = _number(weight)
         reduction = loss_reduction(loss, num_terms)

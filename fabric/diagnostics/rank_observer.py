@@ -73,7 +73,7 @@ class RankObserver:
         if snapshot == self._snapshot:
             return False
         self._snapshot = snapshot
-        self.unchanged_since = now
+        self.unchanged_since = now  # the present wait of this rank cannot be older
         return True
 
     def seconds_waited(self, now: float) -> float:

@@ -307,7 +307,10 @@ class ReplicaComparison:
         return comparison
 
     def _collect(self, request: str, saved: Collection[object] | None) -> "TensorComparison":
-        """Return a comparison of all replicas, which has not started."""
+        """Return a comparison of all replicas, which has not started.
+
+        Not a collective. The next call counts the optimizer steps from this one on.
+        """
         rank = self._communicator.rank
         replicas = self.watched.replicas(self._communicator.size, saved)
         steps = self._recorder.counts.get(STEP, 0)

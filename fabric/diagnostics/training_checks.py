@@ -966,7 +966,10 @@ class SetupChecks:
         self._unscaled_loss_check = self._build_unscaled_loss_check()
 
     def _build_unscaled_loss_check(self) -> UnscaledLossCheck | None:
-        """Return the check of losses that are not scaled. None if the precision scales none."""
+        """Return the check of losses that are not scaled. None if the precision scales none.
+
+        Also adds the hook before backward passes, which only this check needs.
+        """
         # Without an optimizer, only a loss scale is a reason why gradients are not complete.
         has_loss_scale = self._session.pending_change(None) is not None
         if not has_loss_scale:

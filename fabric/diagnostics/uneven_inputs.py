@@ -261,13 +261,14 @@ class UnevenInputDetector:
         # Whether all ranks take the step. Otherwise, only the ranks that gather together take it.
         is_shared = self._is_shared_step(contract)
         if not is_shared:
+            # In any case, since progress() subtracts these steps later.
             self._steps.add_unshared_step()
         latest = self._iterations.latest
         if latest is None:  # no iteration has begun since the latest paused() block
             return
         is_first_step = self._iterations.enter_step()
-        # Until compare() is called below, may_differ is about the numbers of batches in earlier
-        # iterations. If these differed, ranks may be in different iterations now.
+        # Read before compare() is called below: until then, may_differ is about the numbers of
+        # batches in earlier iterations. If these differed, ranks may be in different iterations.
         had_equal_counts = not self._batch_counts.may_differ
         # A shuffling loader divides a new order over the ranks in each iteration. Ranks in
         # different iterations would see some samples twice, and some never.
@@ -360,8 +361,12 @@ class UnevenInputDetector:
         """
         latest = self._iterations.latest
         iteration_of_step = self._iterations.iteration_of_latest_step
-        if self._batch_counts.may_differ or latest is None or iteration_of_step is None:
+        if latest is None or iteration_of_step is None:
+            return False  # the first step is still to come
+        # If the numbers of batches differ, on_step() has to compare all steps.
+        if self._batch_counts.may_differ:
             return False
+        # on_step() has to compare the numbers of batches with these neighbors.
         if iteration_of_step.batch_count.uncompared_neighbors:
             return False
         # For each step, on_step() has to record whether all ranks take it.
