@@ -466,6 +466,7 @@ class Checkpoints:
         # The oldest checkpoint comes first. So of several checkpoints of the same step, the last
         # one, which is the newest, stays in newest_by_step.
         newest_by_step = {_step_number(name): name for name in self._metrics_by_checkpoint}
+        # One checkpoint of each step, in the order of the saves.
         newest = [name for name in self._metrics_by_checkpoint if name in newest_by_step.values()]
         undamaged = [name for name in newest if name not in self._skipped_names]
         names_to_publish = self._latest_and_best()
