@@ -68,7 +68,7 @@ def names_to_load(request: str, user_module: nn.Module, state: State) -> dict[st
     which is the name that PEFT gives to an adapter if the user gives none.
 
     Args:
-        request: what the user asked for, for the error.
+        request: the user's request, a text for the error.
         user_module: the user's own module. It has at least one adapter.
         state: the names and values of the module, possibly as shards.
 

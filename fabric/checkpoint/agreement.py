@@ -78,7 +78,7 @@ def run_on_all_ranks(
 
     Args:
         communicator: the ranks.
-        request: what the user asked for, for the error on the ranks that did not fail.
+        request: the user's request, a text for the error on the ranks that did not fail.
         step: this rank's share of the work.
         args: the arguments of ``step``.
 
@@ -105,7 +105,7 @@ def inspect_on_all_ranks(
 
     Args:
         communicator: the ranks.
-        request: what the user asked for, for the error on the ranks that did not fail.
+        request: the user's request, a text for the error on the ranks that did not fail.
         step: returns a result, and a bad tensor of this rank or None.
         args: the arguments of ``step``.
 

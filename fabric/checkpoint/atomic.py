@@ -123,7 +123,7 @@ def flush_during(request: str, file: BinaryIO, action: Callable[[], object] | No
     no action. Such a save could not start a thread either, since the interpreter may be ending.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         file: the file.
         action: the function to call, or None. Its errors are not converted.
 
@@ -144,7 +144,7 @@ def flush_during(request: str, file: BinaryIO, action: Callable[[], object] | No
 def check_file_is_replaceable(request: str, target: Path) -> None:
     """Raise a CheckpointError if a file cannot replace what is at ``target``, or has no folder.
 
-    Only a file or a link can be replaced. ``request`` is what the user asked for, for the error.
+    Only a file or a link can be replaced. ``request`` is the user's request, a text for the error.
     """
     # ``target`` is a link only if atomic_write() does not follow links. The link is then replaced.
     if target.is_file() or target.is_symlink():
@@ -235,8 +235,8 @@ def write_errors(request: str) -> AbstractContextManager[None]:
     """Return a context that converts errors of torch and the file system in a save.
 
     The error says that nothing was replaced, so the context must end before the save is committed.
-    ``request`` is what the user asked for. Errors of fabric and a ``MemoryError`` are not
-    converted.
+    ``request`` is the user's request, a text for errors. Errors of fabric and a ``MemoryError`` are
+    not converted.
 
     Raises:
         CheckpointError: the block has raised any other error.
@@ -257,7 +257,7 @@ def read_errors(request: str) -> Iterator[None]:
     """Convert errors of torch and the file system in a load.
 
     The block must not run code of the user: an error of that code would be reported as damage.
-    ``request`` is what the user asked for. Errors of fabric are not converted.
+    ``request`` is the user's request, a text for errors. Errors of fabric are not converted.
 
     Raises:
         UnreadableCheckpointError: the system has failed to read, or lacks memory. The checkpoint

@@ -119,7 +119,7 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
     """Return the name of the entry that is the state of a model.
 
     Args:
-        request: what the user asked for, for the error.
+        request: the user's request, a text for the error.
         content: the entries of the checkpoint by name, with meta tensors.
         key: the name that the user has given. None for the only entry that can be a model.
 
@@ -182,7 +182,7 @@ def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
     tensor, however the process ends.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         folder: the folder of the file.
         meta: a meta tensor with the shape and dtype of the result. If it is small, the result is
             allocated in memory instead.
@@ -206,7 +206,7 @@ def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> N
     """Write one safetensors file of full tensors, which ``tensors`` has by name.
 
     The format cannot express that tensors share memory, so tied tensors are each written in full.
-    ``request`` is what the user asked for, for errors.
+    ``request`` is the user's request, a text for errors.
     """
     chunks = {}
     for name, tensor in tensors.items():
@@ -224,7 +224,7 @@ def _write_weights_folder(
     """Write files of weights and their index, named as Hugging Face's libraries expect.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         folder: the folder. It does not exist, and is created.
         tensors: the full tensors by name.
         max_bytes: the largest size of a file, unless the file has only one tensor.

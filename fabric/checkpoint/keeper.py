@@ -753,7 +753,7 @@ class _RunFolder:
     """The files of a run, on rank 0.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         path: the folder. It is created and locked.
         io: the format of its checkpoints.
         job_files: closed at the end of the job, which releases the lock.
@@ -764,8 +764,8 @@ class _RunFolder:
     ) -> None:
         """Create and lock the folder of a run until the end of the job.
 
-        ``request`` is what the user asked for, for errors. ``io`` is the format of the checkpoints.
-        ``job_files`` is closed at the end of the job, which releases the lock.
+        ``request`` is the user's request, a text for errors. ``io`` is the format of the
+        checkpoints. ``job_files`` is closed at the end of the job, which releases the lock.
         """
         self._request = request
         self._path = path
@@ -930,7 +930,7 @@ class _FolderLock:
     before each write into the folder, the owner checks that the file still names the owner.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         folder: the folder. It is created.
         job_files: closed at the end of the job. It gets the lock file.
 
@@ -941,7 +941,7 @@ class _FolderLock:
     def __init__(self, request: str, folder: Location, job_files: ExitStack) -> None:
         """Create and lock ``folder`` for one :class:`Checkpoints` object.
 
-        ``request`` is what the user asked for, for errors. ``job_files`` gets the lock file. The
+        ``request`` is the user's request, a text for errors. ``job_files`` gets the lock file. The
         lock ends when ``job_files`` is closed, at the end of the job.
         """
         self._request = request

@@ -73,7 +73,7 @@ def map_weights(
     first. A ``.bin`` file in torch's format before 1.6 is read into memory.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         location: the file or folder.
         file_names: the names to look for in a folder. The first file that exists is read.
 
@@ -96,7 +96,7 @@ def map_weights(
 def _map_indexed_files(request: str, index: Location) -> dict[str, Any]:
     """Return the weights in the files that an index names, mapped into memory.
 
-    ``request`` is what the user asked for, for errors.
+    ``request`` is the user's request, a text for errors.
     """
     files: dict[str, dict[str, Any]] = {}
     weights: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def _map_indexed_files(request: str, index: Location) -> dict[str, Any]:
 def _map_file(request: str, path: Location) -> dict[str, Any]:
     """Return the weights in one file, mapped into memory.
 
-    ``request`` is what the user asked for, for errors.
+    ``request`` is the user's request, a text for errors.
     """
     if not path.name.endswith(SUFFIX):
         # A ``.bin`` file is a state dict that torch.save() wrote.
@@ -135,7 +135,7 @@ def _missing_weights_error(
     """Return the error for a folder without weights, with a suggestion that fits what is there.
 
     Args:
-        request: what the user asked for.
+        request: the user's request, a text for errors.
         folder: the folder.
         file_names: the names of files, of which the folder should have one.
     """
@@ -176,7 +176,7 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
     """Return content under the names that the user gives to its entries.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         content: the entries of a state dict.
         rename: the new name of each name, as a mapping or a function. Names that a mapping does not
             have stay as they are. An entry whose new name is None is left out. If ``rename`` itself

@@ -72,7 +72,7 @@ class PretrainedSave:
         communicator: all ranks of the job.
         state_dicts: reads the module.
         gatherer: gathers the shards of the module.
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
     """
 
     communicator: Communicator
@@ -254,7 +254,7 @@ def _write_values(output: BinaryIO | None, tensor: Tensor | None) -> None:
 def _check_files(request: str, folder: Path, files: list[_WeightsFile]) -> None:
     """Raise a CheckpointError unless rank 0 finds all files in the folder, with their full sizes.
 
-    ``request`` is what the user asked for, for the error.
+    ``request`` is the user's request, a text for the error.
     """
     for file in files:
         size = len(encode_header(file.tensors))
@@ -332,7 +332,7 @@ def _sync_files(folder: Path) -> None:
 def _new_folder(request: str, path: _AnyPath) -> Iterator[Path]:
     """Yield a temporary folder that becomes the folder ``path`` if the block raises no error.
 
-    Rank 0 calls it. ``request`` is what the user asked for, for errors.
+    Rank 0 calls it. ``request`` is the user's request, a text for errors.
 
     Raises:
         CheckpointError: there is something at ``path``, or ``path`` is remote.

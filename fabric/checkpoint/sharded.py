@@ -257,7 +257,7 @@ def run_with_write_errors_on_all_ranks(
 
     Collective over ``communicator``. Unlike :func:`run_on_all_ranks`, it converts errors of torch
     and the file system, as :func:`write_errors` does. ``step`` itself must not be collective.
-    ``request`` is what the user asked for, for errors.
+    ``request`` is the user's request, a text for errors.
     """
 
     def step_with_converted_errors() -> T:
@@ -285,7 +285,7 @@ def context_on_one_rank(
     Args:
         communicator: the ranks.
         rank: the rank that enters the context.
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         make_context: returns the context, for ``args``. Only called on ``rank``.
         args: the arguments of ``make_context``.
 
@@ -309,7 +309,7 @@ def context_on_one_rank(
 def refuse_in_memory_path(request: str, path: Location, communicator: Communicator) -> None:
     """Raise a CheckpointError if ``path`` is in the memory of one process and there are others.
 
-    ``request`` is what the user asked for, for the error.
+    ``request`` is the user's request, a text for the error.
     """
     # "memory://..." is a file system of fsspec.
     if communicator.size > 1 and str(path).startswith("memory:"):
@@ -327,7 +327,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
     """Begin a save into a folder, yield the save to the block, and commit the save after the block.
 
     The block has to write the data files and the index. Only rank 0 calls this function. If the
-    block raises, the old checkpoint stays as it was. ``request`` is what the user asked for, for
+    block raises, the old checkpoint stays as it was. ``request`` is the user's request, a text for
     errors.
 
     Raises:
@@ -367,7 +367,7 @@ def check_folder_is_replaceable(request: str, folder: Location) -> None:
     """Raise a CheckpointError if a folder of shards cannot replace what is at ``folder``.
 
     A file cannot be replaced, nor can a folder with an ``index.json`` that another program wrote.
-    ``request`` is what the user asked for, for errors.
+    ``request`` is the user's request, a text for errors.
     """
     type_of_path = path_type(folder)
     if type_of_path is None:
@@ -397,7 +397,7 @@ def _write_data_files(
     """Write the data files of one rank. Not a collective.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         plan: the folder, the ID of the save and the tensors, as rank 0 has them.
         rank: this rank.
         tensors: the tensors of this rank by name, full or sharded.
@@ -527,7 +527,7 @@ def _write_index_on_first_rank(
     """Write the index of a save on rank 0. Other ranks do nothing.
 
     Args:
-        request: what the user asked for, for errors.
+        request: the user's request, a text for errors.
         save: the save, or None on other ranks.
         flat: the content of the checkpoint, as rank 0 has it.
         files_of_ranks: the files that each rank has written. Empty on other ranks.
@@ -563,7 +563,7 @@ def _check_complete(request: str, tensors: Mapping[str, Tensor], files: _Files) 
     This finds a rank whose tensor has another shape or sharding, before the save is committed.
 
     Args:
-        request: what the user asked for, for the error.
+        request: the user's request, a text for the error.
         tensors: the tensors of rank 0 by name, with their full shapes.
         files: the files of all ranks.
     """

@@ -102,7 +102,7 @@ class StateDicts:
     def tensors_of(self, request: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module by name, with shards as DTensors.
 
-        ``request`` is what the user asked for, for errors.
+        ``request`` is the user's request, a text for errors.
 
         Raises:
             ConfigurationError: the module has no tensors, or a meta tensor.
@@ -339,7 +339,7 @@ def pop_metadata(content: PlainState) -> PlainState:
 def check_version(request: str, version: object) -> None:
     """Raise a CheckpointError for a format version that this release does not know.
 
-    ``request`` is what the user asked for.
+    ``request`` is the user's request, a text for errors.
     """
     if not isinstance(version, int) or version > FORMAT_VERSION:
         problem = f"its format version is {version!r}: a newer release wrote it"

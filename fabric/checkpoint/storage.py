@@ -276,7 +276,7 @@ def not_found(request: str, path: Location, kind: str) -> CheckpointError:
     """Return the error for a missing checkpoint, with similar names in the same folder.
 
     Args:
-        request: what the user asked for.
+        request: the user's request, a text for errors.
         path: where the checkpoint was looked for.
         kind: ``"file"`` or ``"folder"``.
     """
