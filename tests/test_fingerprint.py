@@ -102,6 +102,13 @@ class OnRankOne(Job):
         self.rank = fabric.global_rank
         self.kind = kind
 
+    def run(self, fabric: Fabric, folder: str) -> None:
+        num_threads = torch.get_num_threads()
+        if self.kind == "two threads" and self.rank == 1:
+            torch.set_num_threads(2)
+        super().run(fabric, folder)
+        torch.set_num_threads(num_threads)
+
     def on_batch(self, step: int, batch: Batch) -> None:
         if self.kind == "other samples" and self.rank == 1 and step == 1:
             batch[1][0] += 1
@@ -134,7 +141,7 @@ RANK_DIFFERENCES = {
 
 
 def run_changes(fabric: Fabric, folder: str) -> None:
-    for change in ("nothing", "again", *RANK_DIFFERENCES):
+    for change in ("nothing", "again", "two threads", *RANK_DIFFERENCES):
         run_changed(fabric, change, folder)
 
 
@@ -148,6 +155,11 @@ def test_the_rank_of_a_difference_is_named(tmp_path):
         assert f"first difference: {difference}" in result.text
     # The last change.
     assert "only one of the runs has it synchronized over the ranks" in result.text
+
+    # Settings of a rank may explain a difference.
+    report = compare_runs(tmp_path / "nothing", tmp_path / "two threads").text
+    settings = [line for line in report.splitlines() if line.startswith("other setting")]
+    assert settings == ["other setting of rank 1: threads of torch: 1, then 2"]
 
     # Rank 1 was killed earlier than rank 0.
     path = tmp_path / "again" / "rank-1.jsonl"

@@ -869,15 +869,29 @@ def _describe_run(run: _Run) -> str:
 
 
 def _settings_lines(first: _Run, second: _Run) -> list[str]:
-    """Return a line for each setting that differs between the first ranks of the runs."""
+    """Return a line for each setting that differs between the same ranks of the runs.
+
+    All ranks have most settings in common. So a difference that an earlier rank has, too, is left
+    out. The line of a later rank names the rank.
+    """
     lines: list[str] = []
-    first_settings = first.records[0].header.settings
-    second_settings = second.records[0].header.settings
-    for name in first_settings | second_settings:
-        first_value = first_settings.get(name, "")
-        second_value = second_settings.get(name, "")
-        if first_value != second_value:
-            lines.append(f"other setting: {name}: {first_value}, then {second_value}")
+    known_differences: set[str] = set()
+    # Not strict: the runs may have other numbers of ranks.
+    pairs = zip(first.records, second.records, strict=False)
+    for rank, (first_record, second_record) in enumerate(pairs):
+        first_settings = first_record.header.settings
+        second_settings = second_record.header.settings
+        for name in first_settings | second_settings:
+            first_value = first_settings.get(name, "")
+            second_value = second_settings.get(name, "")
+            difference = f"{name}: {first_value}, then {second_value}"
+            if first_value == second_value or difference in known_differences:
+                continue
+            known_differences.add(difference)
+            place = ""
+            if rank > 0:
+                place = f" of rank {rank}"
+            lines.append(f"other setting{place}: {difference}")
     return lines
 
 
