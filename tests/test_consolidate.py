@@ -145,12 +145,12 @@ def test_safetensors_hold_the_weights_of_the_model(path, state):
 def test_the_model_is_chosen_by_key_where_there_are_several(path, state):
     save({**state, "critic": {"w": torch.ones(2)}}, path)
     output = path.parent / "weights.safetensors"
-    with pytest.raises(ConfigurationError, match="of its entries, 2 can be a model") as raised:
+    with pytest.raises(ConfigurationError, match="2 can be a model; --key has to name") as raised:
         consolidate(path, output)
     assert raised.value.expected == "'model', 'critic'"
-    with pytest.raises(ConfigurationError, match="--key names none"):
+    with pytest.raises(ConfigurationError, match="--key names 'optimizer'"):
         consolidate(path, output, key="optimizer")
-    with pytest.raises(ConfigurationError, match="--key names none"):
+    with pytest.raises(ConfigurationError, match="--key names 'actor'"):
         consolidate(path, output, key="actor")
     consolidate(path, output, key="critic")
     assert output.stat().st_size < 1000

@@ -137,7 +137,11 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
     if len(candidates) == 1:
         return candidates[0]
     count = len(models) or "none"
-    problem = f"of its entries, {count} can be a model; --key names none of them"
+    problem = f"of its entries, {count} can be a model"
+    if key is not None:
+        problem += f"; --key names {key!r}, which is none of them"
+    elif models:
+        problem += "; --key has to name one of them"
     raise ConfigurationError(request, problem, expected=join_names(map(repr, models)))
 
 
