@@ -139,6 +139,22 @@ class _Region:
         return f"{self.path}.{name}".removeprefix(".")
 
 
+@dataclass(eq=False)
+class _ComparingPass:
+    """A forward pass of the model in which regions are compared.
+
+    Attributes:
+        cleanup: removes the hooks of the pass, and lets ``torch.compile`` compile again.
+        note_for_error: a note for the error of the pass. Empty unless a region raises because it is
+            split.
+        is_computing_region: whether a hook is computing a region, split or whole, to compare it.
+    """
+
+    cleanup: ExitStack = field(default_factory=ExitStack)
+    note_for_error: str = ""
+    is_computing_region: bool = False
+
+
 class _Quantity(NamedTuple):
     """A tensor that a computation of a region yields.
 
@@ -301,17 +317,11 @@ class SplitComparison:
         self._uncalled_paths: set[str] = set()
         # The number of passes with gradients and comparisons so far.
         self._num_passes = 0
-        # A note for the error of this pass. Empty unless a region raises because it is split.
-        self._note_for_error = ""
         # Whether a region has been compared, or a pass without an error has called no region. Then
         # passes without gradients compare nothing any more.
         self._has_compared = False
-        # Removes the hooks of a pass with comparisons. Empty between two passes.
-        self._undo_after_pass = ExitStack()
-        # Whether a pass with comparisons is running.
-        self._is_in_pass = False
-        # Whether a hook is computing a region, split or whole, to compare it.
-        self._is_comparing = False
+        # The running forward pass, if it compares regions. Otherwise None.
+        self._comparing_pass: _ComparingPass | None = None
         # The hooks around forward passes, once the comparison has started.
         self._hooks_of_model = Hooks()
 
@@ -338,43 +348,43 @@ class SplitComparison:
     def _before_forward(self) -> None:
         """Add the hooks that compare the regions, which are the modules with split layers.
 
-        A function of ``Hooks.before``, which runs before each forward pass of the model.
-        :meth:`_after_forward` removes the hooks.
+        Called before each forward pass of the model. :meth:`_after_forward` removes the hooks.
         """
         # The model may call itself. Only the outermost call is a pass.
-        if self._is_in_pass or not self._is_pass_to_compare():
+        if self._comparing_pass is not None or not self._is_pass_to_compare():
             return
-        self._is_in_pass = True
+        comparing_pass = _ComparingPass()
+        self._comparing_pass = comparing_pass
         for region in self._regions_to_compare:
-            compare = partial(self._compare_region, region)
+            compare = partial(self._compare_region, comparing_pass, region)
             handle = region.module.register_forward_pre_hook(compare, with_kwargs=True)
-            self._undo_after_pass.callback(handle.remove)
+            comparing_pass.cleanup.callback(handle.remove)
             for name in region.rowwise_layers:
                 layer = region.module.get_submodule(name)
                 handle = layer.register_forward_pre_hook(region.note_layer)
-                self._undo_after_pass.callback(handle.remove)
+                comparing_pass.cleanup.callback(handle.remove)
         if "torch._dynamo" in sys.modules:
             # Otherwise the hooks would stay in the graphs that this pass compiles.
-            self._undo_after_pass.enter_context(torch.compiler.set_stance("force_eager"))
+            comparing_pass.cleanup.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _after_forward(self, output: Any, error: BaseException | None) -> None:
         """Remove the hooks of the regions, and end the comparison once no region is left.
 
-        A function of ``Hooks.after``, which runs after each forward pass of the model. A region is
-        a module with split layers. Hooks of this pass have compared the regions that were called.
+        Called after each forward pass of the model. A region is a module with split layers. Hooks
+        of this pass have compared the regions that were called.
 
         Args:
             output: what the forward pass returned. Not used.
             error: the error of the forward pass. None if it raised none.
         """
-        if not self._is_in_pass:
+        comparing_pass = self._comparing_pass
+        if comparing_pass is None:
             return
+        self._comparing_pass = None
         # Removes the hooks of the regions, and lets torch.compile compile again.
-        self._undo_after_pass.close()
-        self._is_in_pass = False
-        if error is not None and self._note_for_error:
-            error.add_note(self._note_for_error)
-        self._note_for_error = ""
+        comparing_pass.cleanup.close()
+        if error is not None and comparing_pass.note_for_error:
+            error.add_note(comparing_pass.note_for_error)
         new_regions: list[_Region] = []
         if error is None:
             self._has_compared = True  # for a pass that has called no region
@@ -426,18 +436,32 @@ class SplitComparison:
 
     # -- one region -----------------------------------------------------------------------------
 
-    def _compare_region(self, region: _Region, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare_region(
+        self,
+        comparing_pass: _ComparingPass,
+        region: _Region,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Raise on all ranks of a layer if the split region computes something else than the whole.
 
         A forward pre-hook of the region. Collective among the ranks of a layer.
+
+        Args:
+            comparing_pass: the running forward pass of the model.
+            region: a module with split layers, and its copy from before the split.
+            module: the module of the region.
+            args: the positional arguments of the call of the module.
+            kwargs: the keyword arguments of the call.
 
         Raises:
             UsageError: an output or a gradient differs.
         """
         # The computations below call the hooks of the regions inside this region.
-        if self._is_comparing:
+        if comparing_pass.is_computing_region:
             return
-        self._is_comparing = True
+        comparing_pass.is_computing_region = True
         region.is_called = True
         # Whether the region is done. If it is not, and if this pass raises, the next pass compares
         # it again. A region whose inputs differ between ranks cannot be compared, and is done, too.
@@ -454,20 +478,20 @@ class SplitComparison:
             ):
                 if self._has_same_inputs(inputs):
                     with self._restored_state(region):
-                        is_done = self._compare_computations(region, args, kwargs)
+                        is_done = self._compare_computations(comparing_pass, region, args, kwargs)
         finally:
-            self._is_comparing = False
+            comparing_pass.is_computing_region = False
         self._has_compared = True
         # A pass without gradients compares only the outputs.
         region.is_compared = torch.is_grad_enabled() and is_done
 
-    def _raise_on_all_ranks(self, region: _Region, difference: "_Difference | None") -> None:
+    def _raise_on_all_ranks(self, region: _Region, difference: _Difference | None) -> None:
         """Raise a UsageError on all ranks of a layer if one of them passes a difference.
 
         Collective among the ranks of a layer.
 
         Args:
-            region: the region.
+            region: the module with split layers that was compared, for the error.
             difference: a difference between the split and the whole region. None if there is none.
         """
         error = None
@@ -518,10 +542,18 @@ class SplitComparison:
                 module.training = False
             yield
 
-    def _compare_computations(self, region: _Region, args: Any, kwargs: Any) -> bool:
+    def _compare_computations(
+        self, comparing_pass: _ComparingPass, region: _Region, args: Any, kwargs: Any
+    ) -> bool:
         """Raise on all ranks of a layer if the split and the whole region differ.
 
         Collective among the ranks of a layer, which gather the full parameters.
+
+        Args:
+            comparing_pass: the running pass. It gets a note if only the split region raises.
+            region: a module with split layers, and its copy from before the split.
+            args: the positional arguments of the call of the module.
+            kwargs: the keyword arguments of the call.
 
         Returns:
             Whether the region could be computed. False if it raised on all ranks.
@@ -533,7 +565,9 @@ class SplitComparison:
             _compute_both, region, self._generators, args, kwargs, region_of_error=region
         )
         if computations is None:
-            self._note_error_of_split(region, args, kwargs)
+            note = self._describe_error_of_split(region, args, kwargs)
+            if note:
+                comparing_pass.note_for_error = note
             return False
         split, whole, is_random = computations
         # If random numbers were drawn, or a layer was called more often in one of the two, the
@@ -548,16 +582,17 @@ class SplitComparison:
         self._raise_on_all_ranks(region, _compare_gradients(gradients, _tolerance(split)))
         return True
 
-    def _note_error_of_split(self, region: _Region, args: Any, kwargs: Any) -> None:
-        """Keep a note for the error of this pass if only the split region raises.
+    def _describe_error_of_split(self, region: _Region, args: Any, kwargs: Any) -> str:
+        """Return a note for the error of this pass if only the split region raises.
 
-        Collective among the ranks of a layer.
+        Collective among the ranks of a layer. Called once the split region has raised. The note is
+        empty if the whole region raises, too.
         """
         whole = self._run_on_all_ranks(_compute_whole, region, args, kwargs, region_of_error=region)
         if whole is None:
-            return
+            return ""
         lines = ", ".join(region.all_plan_lines)
-        self._note_for_error = (
+        return (
             f"{region.path or 'the model'} raises this error because its layers are split by "
             f"{lines}. As a whole it raises none. Write: a plan without these layers"
         )
@@ -606,7 +641,7 @@ class SplitComparison:
             f"{region.option_to_leave_out} if ranks are meant to compute differently there",
         )
 
-    def _compare_outputs(self, split: _Computation, whole: _Computation) -> "_Difference | None":
+    def _compare_outputs(self, split: _Computation, whole: _Computation) -> _Difference | None:
         """Return a difference of the first output that differs. None if all are equal."""
         for split_output, whole_output in zip(split.outputs, whole.outputs, strict=True):
             expected = self._expected_part(whole_output.tensor, split_output.tensor)
@@ -740,7 +775,7 @@ def _is_comparable(region: _Region, modules_with_regions: set[nn.Module]) -> boo
     """Return whether a region has no hooks of the user, and no regions inside of FSDP modules.
 
     Args:
-        region: the region.
+        region: a module with split layers, which may be compared with its copy.
         modules_with_regions: the modules of all regions, and the modules around them.
     """
     # All hooks of the copy from before the split are the user's.
@@ -864,7 +899,7 @@ def _compute_gradients(
 
 
 def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
-    """Compute a region as it is split.
+    """Compute a region, which is a module with split layers, as it is split.
 
     Gradients are computed of the parameters that are not split, and of the inputs. The caller
     restores the attributes of the modules, which this function changes.
@@ -886,7 +921,7 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
 
 
 def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
-    """Compute a region as it was before the split, with the full parameters.
+    """Compute a region, a module with split layers, as before the split, with full parameters.
 
     Collective among the ranks of a layer. Also records in ``region.has_zero_weights`` whether all
     rowwise weights are zero.
@@ -984,8 +1019,8 @@ def _recorded_outputs(
     """Append the outputs of the rowwise layers in ``module`` to a list during the block.
 
     Args:
-        region: the region.
-        module: the module of the region whose layers are called, split or whole.
+        region: a module with split layers, and its copy from before the split.
+        module: one of these two, whose layers are called in the block.
         outputs: the list, in the order of the calls.
     """
 
@@ -1008,8 +1043,8 @@ def _build_computation(
     """Return the computation of a region that has this result.
 
     Args:
-        region: the region.
-        result: the output of the region.
+        region: the module with split layers, for the texts of errors.
+        result: the output of the module or of its copy from before the split.
         outputs: the outputs of the rowwise layers. The tensors of the result are appended.
         gradient_inputs: the unsplit parameters and the inputs that require a gradient.
     """
