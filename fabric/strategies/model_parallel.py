@@ -587,23 +587,9 @@ class ModelParallelStrategy(FSDPStrategy):
         # compares the parameters: a mistake in the model shows in every group, and comparisons in
         # all groups would fill the store.
         is_in_first_group = rank < topology.tensor_parallel_size
-        if not is_in_first_group:
-            return contract
-        replicated: dict[str, Any] = {}
-        for name, parameter in contract.parameters().items():
-            if not is_split(parameter):
-                replicated[name] = parameter
-        return replace(
-            contract,
-            replicated=lambda: replicated,
-            # Any name for the set of ranks that compare these parameters.
-            scope="parts of layers",
-            # The ranks of the first group.
-            ranks_of_layers=range(topology.tensor_parallel_size),
-            replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
-            "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
-            '"replicated_with_grad_allreduce" of tp_plan for this layer',
-        )
+        if is_in_first_group:
+            contract = _with_compared_parameters(contract, range(topology.tensor_parallel_size))
+        return contract
 
     @override
     def _find_fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
@@ -762,6 +748,29 @@ class ModelParallelStrategy(FSDPStrategy):
             if parameter is not before[name]:
                 originals[parameter] = before[name]
         return originals
+
+
+def _with_compared_parameters(contract: GradientContract, ranks: range) -> GradientContract:
+    """Return a contract with which the training checks compare the parameters that are not split.
+
+    Args:
+        contract: the contract of a split model.
+        ranks: the ranks that compare the parameters. They hold the parts of the same layers.
+    """
+    replicated: dict[str, Any] = {}
+    for name, parameter in contract.parameters().items():
+        if not is_split(parameter):
+            replicated[name] = parameter
+    return replace(
+        contract,
+        replicated=lambda: replicated,
+        # Any name for the set of ranks that compare these parameters.
+        scope="parts of layers",
+        ranks_of_layers=ranks,
+        replica_remedy="the same batch on all ranks of a layer, as set-up loaders give it; for "
+        "a parameter between a colwise and a rowwise layer, a layer that has it, and the line "
+        '"replicated_with_grad_allreduce" of tp_plan for this layer',
+    )
 
 
 def _unknown_order() -> str:
