@@ -149,7 +149,10 @@ class EqualDrawsCheck:
             self._outputs += digests(_tensors_in(output))
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record the loss, and end the check after enough passes. A function of ``Hooks.after``."""
+        """Record the loss, and end the check after enough passes.
+
+        ``Fabric.backward`` calls this after each backward pass.
+        """
         self._num_backward_passes += 1
         is_compared = error is None and self.replica in _COMPARED_REPLICAS
         # A set-up loader divides the data, so the replicas do different work.
@@ -254,7 +257,7 @@ class _TrainingPasses:
         self._streams_of_previous: dict[str, str] | None = None
 
     def before(self) -> None:
-        """Record the streams before a training pass. A function of ``Hooks.before``."""
+        """Record the streams before a training pass. Called before each forward pass."""
         self._streams_before = None  # stays None if this pass is not checked
         module = self._module()
         is_checked = self._count < _CHECKED_PASSES and not self._check.has_warned
@@ -263,7 +266,7 @@ class _TrainingPasses:
             self._streams_before = stream_digests()
 
     def after(self, output: Any, error: BaseException | None) -> None:
-        """Compare what was drawn with the other replica. A function of ``Hooks.after``.
+        """Compare what was drawn with the other replica. Called after each forward pass.
 
         If only code between the passes has drawn, such as code that adds noise to the batch, the
         outputs are compared, too: only equal outputs show that the passes have used the numbers.

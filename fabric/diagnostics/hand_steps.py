@@ -391,7 +391,10 @@ class HandStepCheck:
         return self._num_losses > _MAX_LOSSES
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Take samples of the parameters that got a gradient. A function of ``Hooks.after``."""
+        """Take samples of the parameters that got a gradient.
+
+        ``Fabric.backward`` calls this after each backward pass.
+        """
         self._is_in_backward = False
         if error is not None:
             return

@@ -298,7 +298,7 @@ class PassOrder:
         self.record(contract, _Kind.BACKWARD)
 
     def _after_pass(self, result: object, error: BaseException | None) -> None:
-        """Compare the passes after a backward pass. A function of ``Hooks.after``."""
+        """Compare the passes. ``Fabric.backward`` calls this after each backward pass."""
         self.check_after_pass(error)
 
     def _compare(self) -> None:
@@ -333,11 +333,11 @@ class _ShardedPasses:
         self._latest_backward = -1
 
     def before(self) -> None:
-        """Record a forward pass. A function of ``Hooks.before``."""
+        """Record a forward pass. Called before each forward pass of the model."""
         self._order.record(self._contract, _Kind.FORWARD)
 
     def after(self, output: Any, error: BaseException | None) -> None:
-        """Watch for the backward pass of an output. A function of ``Hooks.after``."""
+        """Watch for the backward pass of an output. Called after each forward pass of the model."""
         self._order.check_after_pass(error)
         if error is not None or not torch.is_grad_enabled():
             return

@@ -449,7 +449,7 @@ class ReplicaComparison:
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Count a backward pass that all ranks make, and compare the replicas if it is time.
 
-        Collective if the replicas are compared. A function of ``Hooks.after``.
+        ``Fabric.backward`` calls this after each pass. Collective if the replicas are compared.
         """
         is_counted = self._is_next_pass_counted and error is None and not self.is_paused
         # _after_forward() sets it again before the next backward pass that all ranks make.

@@ -588,7 +588,7 @@ class TrainingChecks:
     # -- around a backward pass -----------------------------------------------------------------
 
     def _before_backward(self) -> None:
-        """Record which gradients were kept. A function of ``Hooks.before``."""
+        """Record which gradients were kept. ``Fabric.backward`` calls this before each pass."""
         optimizer = self._optimizer()
         if optimizer is not None:
             for contract in self._contracts:
@@ -596,7 +596,7 @@ class TrainingChecks:
             self._cleared_windows.before_backward(optimizer)
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Check the latest step and the gradients. A function of ``Hooks.after``.
+        """Check the latest step and the gradients. ``Fabric.backward`` calls this after each pass.
 
         The latest step is checked only now, since a synchronized backward pass waits for all ranks:
         each rank has finished the step and, if it differs, published its fingerprint. So the hooks
@@ -1002,7 +1002,7 @@ class SetupChecks:
         optimizer_ref = ref(optimizer)
 
         def watch_after_backward(*_: object) -> None:
-            """Start the checks, once. A function of ``Hooks.after``."""
+            """Start the checks, once. ``Fabric.backward`` calls this after its pass."""
             # This is allowed, since Fabric.backward() iterates over a copy of the list.
             self._backward.after.remove(watch_after_backward)
             extended_optimizer = optimizer_ref()
@@ -1046,14 +1046,14 @@ class SetupChecks:
         self._all_hooks.callback(checks.close)
 
     def _before_backward(self) -> None:
-        """Check for losses that were not scaled. A function of ``Hooks.before``."""
+        """Check for losses that were not scaled. ``Fabric.backward`` calls this before its pass."""
         if self._unscaled_loss_check is not None:
             self._unscaled_loss_check.before_backward(
                 f"fabric.backward(loss) on rank {self._store.rank}"
             )
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record the gradients. A function of ``Hooks.after``."""
+        """Record the gradients. ``Fabric.backward`` calls this after each pass."""
         self._clipping_check.record(self._optimizers)
         if self._unscaled_loss_check is not None:
             self._unscaled_loss_check.after_backward()

@@ -113,5 +113,5 @@ class ClosureLosses:
         return mean_loss * self.num_summed_losses
 
     def _count_pass(self, loss: Tensor, error: BaseException | None) -> None:
-        """Count a backward pass in a closure. A function of ``Hooks.after``."""
+        """Count a backward pass in a closure. ``Fabric.backward`` calls this after the pass."""
         self.passes += 1
