@@ -249,6 +249,16 @@ class _LightningStrategy(Strategy):
             )
         return clip_gradients(parameters_of(optimizer), **limits)
 
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepare a module. May be collective.
+
+        ``Fabric`` has checked the module. Without a ``Fabric``, this method does, unless the
+        strategy is not started.
+        """
+        if self.planned_process is None and self._runtime is not None:
+            self.check_setup(module)
+        return super().setup_module(module)
+
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
@@ -332,6 +342,21 @@ class _WithProcessGroup(_LightningStrategy):
         return dist.get_default_backend_for_device(self.root_device)
 
 
+class _ShardingStrategy(_WithProcessGroup):
+    """The methods of strategies that shard parameters."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Fill the modules that were left empty, and shard a module in place. Collective.
+
+        Raises:
+            UsageError: the strategy is not started.
+        """
+        if self._runtime is None:
+            raise self._not_started_error()
+        _reset_empty_modules(self, module)
+        return super().setup_module(module)
+
+
 class SingleDeviceStrategy(_LightningStrategy, strategies.SingleDeviceStrategy):
     """One process on one device, by default the CPU."""
 
@@ -392,7 +417,7 @@ class _Sharded:
     """The base class of strategies that shard parameters, for ``isinstance``."""
 
 
-class FSDPStrategy(_WithProcessGroup, _Sharded, strategies.FSDPStrategy):
+class FSDPStrategy(_ShardingStrategy, _Sharded, strategies.FSDPStrategy):
     """FSDP2 with the options of FSDP1, in Lightning's order.
 
     ``activation_checkpointing_policy`` has the signature of a wrapping policy of FSDP1:
@@ -480,12 +505,8 @@ class FSDPStrategy(_WithProcessGroup, _Sharded, strategies.FSDPStrategy):
             return None
         return FSDPPrecision(precision).mixed_precision_config
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        _reset_empty_modules(self, module)
-        return super().setup_module(module)
 
-
-class ModelParallelStrategy(_WithProcessGroup, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(_ShardingStrategy, strategies.ModelParallelStrategy):
     """Tensor parallelism and FSDP2 on one mesh.
 
     Attributes:
@@ -519,10 +540,6 @@ class ModelParallelStrategy(_WithProcessGroup, strategies.ModelParallelStrategy)
             )
         return super().distributed_sampler_kwargs
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        _reset_empty_modules(self, module)
-        return super().setup_module(module)
-
 
 def _reset_empty_modules(strategy: Strategy, root: nn.Module) -> None:
     """Call ``reset_parameters`` of the modules that ``init_module(empty_init=True)`` left empty.
@@ -551,8 +568,9 @@ def _reset_empty_modules(strategy: Strategy, root: nn.Module) -> None:
 
 def _is_empty(parameter: Tensor) -> bool:
     """Return whether ``init_module(empty_init=True)`` left a parameter without values."""
-    if isinstance(parameter, EmptyParameter):
-        return True
+    if parameter.is_meta:
+        # Other parameters on the meta device are the user's. The strategy refuses them.
+        return isinstance(parameter, EmptyParameter)
     # A small parameter that was left empty is an ordinary one, filled with nan.
     return parameter.nbytes < SMALLEST_MAPPED_BYTES and has_nan(parameter)
 

@@ -422,8 +422,13 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @property
     def _running_topology(self) -> _Topology:
-        """The topology. The runtime must run."""
-        assert self._topology is not None
+        """The topology.
+
+        Raises:
+            UsageError: the runtime has not been started, or has been closed.
+        """
+        if self._topology is None:
+            raise self._not_started_error()
         return self._topology
 
     # -- setup ----------------------------------------------------------------------------------

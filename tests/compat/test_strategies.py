@@ -194,6 +194,20 @@ def test_a_strategy_alone_saves_objects_that_need_pickle(tmp_path: Path) -> None
     assert content["numbers"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("strategy_class", [FSDPStrategy, ModelParallelStrategy])
+def test_a_strategy_alone_refuses_a_module_without_values(strategy_class: Any) -> None:
+    strategy = strategy_class(parallel_devices=[torch.device("cpu")])
+    with torch.device("meta"):
+        module = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="it has not been started"):
+        strategy.setup_module(module)
+    strategy.setup_environment()
+    with pytest.raises(ConfigurationError, match="being on meta: weight, bias"):
+        strategy.setup_module(module)
+    assert strategy.setup_module(nn.Linear(2, 1))(torch.ones(1, 2)).shape == (1, 1)
+    strategy.teardown()
+
+
 class RecordingIO(TorchCheckpointIO):
     """A format of the user that takes options, and keeps those of the last save."""
 
