@@ -7,7 +7,7 @@ a save for all ranks.
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 # The classes of errors that keep their class on the ranks that did not fail.
 _ERROR_CLASSES = (
@@ -67,25 +66,22 @@ class _Attempt(NamedTuple, Generic[T]):
     error: Exception | None
 
 
-def run_on_all_ranks(
-    communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
-) -> T:
-    """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.
+def run_on_all_ranks(communicator: Communicator, request: str, step: Callable[[], T]) -> T:
+    """Return ``step()`` of this rank, or raise on every rank if the step fails on any rank.
 
-    Collective: every rank must call it, each with its own arguments. ``step`` must not be a
-    collective itself, since it may fail on one rank only. Each rank sends one number. After a
-    failure, one rank broadcasts the text of its error.
+    Collective: every rank must call it, each with its own step. ``step`` must not be a collective
+    itself, since it may fail on one rank only. Each rank sends one number. After a failure, one
+    rank broadcasts the text of its error.
 
     Args:
         communicator: the ranks.
         request: the user's request, a text for the error on the ranks that did not fail.
         step: this rank's share of the work.
-        args: the arguments of ``step``.
 
     Raises:
         CheckpointError: ``step`` failed on another rank. A rank that failed raises its own error.
     """
-    attempt = _attempt(step, *args)
+    attempt = _attempt(step)
     has_error = attempt.error is not None
     [failed_rank] = _first_ranks_with_true(communicator, [has_error])
     return _result_of(communicator, request, attempt, failed_rank)
@@ -94,8 +90,7 @@ def run_on_all_ranks(
 def inspect_on_all_ranks(
     communicator: Communicator,
     request: str,
-    step: Callable[[*Ts], tuple[T, BadTensor | None]],
-    *args: *Ts,
+    step: Callable[[], tuple[T, BadTensor | None]],
 ) -> tuple[T, BadTensor | None]:
     """Run a step as :func:`run_on_all_ranks` does, and agree on the bad tensor that it returns.
 
@@ -107,13 +102,12 @@ def inspect_on_all_ranks(
         communicator: the ranks.
         request: the user's request, a text for the error on the ranks that did not fail.
         step: returns a result, and a bad tensor of this rank or None.
-        args: the arguments of ``step``.
 
     Returns:
         The result of this rank, and the bad tensor of the first rank that has one. The bad tensor
         is the same on all ranks. None if no rank has one.
     """
-    attempt = _attempt(step, *args)
+    attempt = _attempt(step)
     has_error = attempt.error is not None
     bad_tensor = None
     if attempt.result is not None:  # the step has not failed
@@ -126,10 +120,10 @@ def inspect_on_all_ranks(
     return result, communicator.broadcast_object(bad_tensor, bad_rank)
 
 
-def _attempt(step: Callable[[*Ts], T], *args: *Ts) -> _Attempt[T]:
-    """Return the result of ``step(*args)``, or its error."""
+def _attempt(step: Callable[[], T]) -> _Attempt[T]:
+    """Return the result of ``step()``, or its error."""
     try:
-        return _Attempt(step(*args), error=None)
+        return _Attempt(step(), error=None)
     except Exception as error:  # noqa: BLE001 - raised again, once every rank knows of it
         return _Attempt(None, error)
 

@@ -156,7 +156,7 @@ class Checkpoints:
 
         # run_on_all_ranks() raises on every rank if its step fails on any rank.
         self._path = run_on_all_ranks(
-            communicator, self._request, _locate_checked, self._request, folder, keep, best
+            communicator, self._request, partial(_locate_checked, self._request, folder, keep, best)
         )
         # The metric that decides on the best checkpoint. None keeps no best checkpoint.
         self._best_metric: str | None = None
@@ -167,7 +167,7 @@ class Checkpoints:
             self._is_lower_better = mode == "min"
         # Only rank 0 writes into the folder. On the other ranks self._folder is None.
         self._folder, content_on_first = run_on_all_ranks(
-            communicator, self._request, self._open_folder, job_files
+            communicator, self._request, partial(self._open_folder, job_files)
         )
         content: _FolderContent = communicator.broadcast_object(content_on_first, 0)
         # The metrics of each checkpoint by name, the oldest first. The same on all ranks.
@@ -263,9 +263,8 @@ class Checkpoints:
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
         with self._running_session("save").checkpoint_coordinator(phase="save") as coordinator:
-            # run_on_all_ranks() calls _parse_step() with the arguments that follow it.
             step_here = run_on_all_ranks(
-                self._communicator, request, self._parse_step, request, step, metrics
+                self._communicator, request, partial(self._parse_step, request, step, metrics)
             )
             # Rank 0 decides on the name and the metrics.
             step_on_first: _Step = self._communicator.broadcast_object(step_here, 0)
@@ -273,10 +272,7 @@ class Checkpoints:
             run_on_all_ranks(
                 self._communicator,
                 request,
-                self._check_same_on_ranks,
-                request,
-                step_here,
-                step_on_first,
+                partial(self._check_same_on_ranks, request, step_here, step_on_first),
             )
             # A coordinator for this save alone, which may search the state for bad values.
             saving_coordinator = replace(coordinator, finds_bad_tensors=self._sets_unhealthy_apart)

@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, TypeVarTuple
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ from fabric.errors import CheckpointError
 __all__ = ["PretrainedSave"]
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 _AnyPath = str | os.PathLike[str]
 
 
@@ -92,7 +92,7 @@ class PretrainedSave:
             max_shard_gb: the largest size of a file in GB.
         """
         weights = run_on_all_ranks(
-            self.communicator, self.request, self._weights_to_save, module, max_shard_gb
+            self.communicator, self.request, partial(self._weights_to_save, module, max_shard_gb)
         )
         # PEFT writes adapters on rank 0: they have a format of their own, and are small.
         adapters = adapters_of(user_module)
@@ -101,7 +101,7 @@ class PretrainedSave:
             files = self._plan_files(weights, max_shard_gb)
         # The files are written into a temporary folder. On rank 0 the end of the block renames it
         # to ``path``, and an error removes it.
-        with self._context_on(0, _new_folder, self.request, path) as folder:
+        with self._context_on(0, partial(_new_folder, self.request, path)) as folder:
             folder = self.communicator.broadcast_object(folder, 0)
             assert folder is not None, "rank 0 returns the folder, or raises"
             for file in files:
@@ -111,18 +111,18 @@ class PretrainedSave:
             # Not run_with_write_errors_on_all_ranks(), which would report an error of the user's
             # config as an error of the file system.
             run_on_all_ranks(
-                self.communicator, self.request, self._finish, folder, files, user_module
+                self.communicator, self.request, partial(self._finish, folder, files, user_module)
             )
 
     def _context_on(
-        self, rank: int, make_context: Callable[[*Ts], AbstractContextManager[T]], *args: *Ts
+        self, rank: int, make_context: Callable[[], AbstractContextManager[T]]
     ) -> AbstractContextManager[T | None]:
-        """Return a context of all ranks that enters ``make_context(*args)`` on the rank ``rank``.
+        """Return a context of all ranks that enters ``make_context()`` on the rank ``rank``.
 
-        Its value is the value of ``make_context(*args)`` on this rank, and None on other ranks. An
+        Its value is the value of ``make_context()`` on this rank, and None on other ranks. An
         error at its begin or end is raised on all ranks. Collective.
         """
-        return context_on_one_rank(self.communicator, rank, self.request, make_context, *args)
+        return context_on_one_rank(self.communicator, rank, self.request, make_context)
 
     def _weights_to_save(self, module: nn.Module, max_shard_gb: float) -> dict[str, Tensor]:
         """Return the tensors of a module by name, sharded or not, and tied weights once.
@@ -163,14 +163,14 @@ class PretrainedSave:
 
     def _write_file(self, folder: Path, file: _WeightsFile, weights: Mapping[str, Tensor]) -> None:
         """Write one file. Collective: all ranks gather the values that one rank writes."""
-        with self._context_on(file.writer, _new_file, folder, file) as output:
+        with self._context_on(file.writer, partial(_new_file, folder, file)) as output:
             tensors = {name: weights[name] for name in file.tensors}
             # gather() yields the tensors in the order of ``tensors``, which is their order in the
             # header. On ranks other than the writer, ``output`` and ``full`` are None, and nothing
             # is written.
             for _, full in self.gatherer.gather(tensors, BUCKET_BYTES, dst=file.writer):
                 run_with_write_errors_on_all_ranks(
-                    self.communicator, self.request, _write_values, output, full
+                    self.communicator, self.request, partial(_write_values, output, full)
                 )
 
     def _write_adapters(

@@ -15,9 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 _Files = dict[str, DataFile]
 
 _THIS_PROCESS = LocalCommunicator(torch.device("cpu"))
@@ -166,40 +166,32 @@ class ShardedCheckpoint:
         refuse_in_memory_path(request, path, communicator)
         metadata = state.get(METADATA_KEY, {})
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        # Calls flatten_state(entries), as run_on_all_ranks() does. The further calls below are of
-        # the same form: the function, and then its arguments.
         flat: FlatState = run_with_write_errors_on_all_ranks(
-            communicator, request, flatten_state, entries
+            communicator, request, partial(flatten_state, entries)
         )
         # The end of the block commits the save. If the block raises, the old checkpoint stays.
-        with context_on_one_rank(communicator, 0, request, _replace_folder, request, path) as save:
+        replace_folder = partial(_replace_folder, request, path)
+        with context_on_one_rank(communicator, 0, request, replace_folder) as save:
             plan = None
             if save is not None:  # on rank 0
                 plan = _SavePlan(save.folder, save.id, flat.stored_names)
             plan = communicator.broadcast_object(plan, 0)
-            files = run_with_write_errors_on_all_ranks(
-                communicator,
-                request,
+            write_data_files = partial(
                 _write_data_files,
                 request,
                 plan,
                 communicator.rank,
                 flat.tensors,
-                per_rank,
-                meanwhile,
+                per_rank=per_rank,
+                meanwhile=meanwhile,
             )
+            files = run_with_write_errors_on_all_ranks(communicator, request, write_data_files)
             # Empty on all ranks but rank 0.
             files_of_ranks = gather_on_first(communicator, files)
-            run_with_write_errors_on_all_ranks(
-                communicator,
-                request,
-                _write_index_on_first_rank,
-                request,
-                save,
-                flat,
-                files_of_ranks,
-                metadata,
+            write_index = partial(
+                _write_index_on_first_rank, request, save, flat, files_of_ranks, metadata
             )
+            run_with_write_errors_on_all_ranks(communicator, request, write_index)
             yield
 
     def load(self, path: Location) -> PlainState:
@@ -251,9 +243,9 @@ class ShardedCheckpoint:
 
 
 def run_with_write_errors_on_all_ranks(
-    communicator: Communicator, request: str, step: Callable[[*Ts], T], *args: *Ts
+    communicator: Communicator, request: str, step: Callable[[], T]
 ) -> T:
-    """Return ``step(*args)`` of this rank, or raise on every rank if the step fails on any rank.
+    """Return ``step()`` of this rank, or raise on every rank if the step fails on any rank.
 
     Collective over ``communicator``. Unlike :func:`run_on_all_ranks`, it converts errors of torch
     and the file system, as :func:`write_errors` does. ``step`` itself must not be collective.
@@ -262,7 +254,7 @@ def run_with_write_errors_on_all_ranks(
 
     def step_with_converted_errors() -> T:
         with write_errors(request):
-            return step(*args)
+            return step()
 
     return run_on_all_ranks(communicator, request, step_with_converted_errors)
 
@@ -272,8 +264,7 @@ def context_on_one_rank(
     communicator: Communicator,
     rank: int,
     request: str,
-    make_context: Callable[[*Ts], AbstractContextManager[T]],
-    *args: *Ts,
+    make_context: Callable[[], AbstractContextManager[T]],
 ) -> Iterator[T | None]:
     """Run a block on all ranks, and on one rank within a context such as an open file.
 
@@ -286,8 +277,7 @@ def context_on_one_rank(
         communicator: the ranks.
         rank: the rank that enters the context.
         request: the user's request, a text for errors.
-        make_context: returns the context, for ``args``. Only called on ``rank``.
-        args: the arguments of ``make_context``.
+        make_context: returns the context. Only called on ``rank``.
 
     Yields:
         The value of the context on ``rank``, and None on the other ranks.
@@ -298,7 +288,7 @@ def context_on_one_rank(
         def enter_on_one_rank() -> T | None:
             if communicator.rank != rank:
                 return None
-            return entered_context.enter_context(make_context(*args))
+            return entered_context.enter_context(make_context())
 
         yield run_with_write_errors_on_all_ranks(communicator, request, enter_on_one_rank)
         # The block has succeeded. All ranks take part in the end of the context, so that all raise
