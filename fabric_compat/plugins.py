@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from fabric.checkpoint.file import FullCheckpoint
+from fabric.checkpoint.storage import RemotePath, local_copy, locate
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as FabricPrecision
 from fabric.store import find_store
@@ -385,7 +386,10 @@ def with_storage_options(io: CheckpointIO, storage_options: Any) -> CheckpointIO
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One file by ``torch.save``. A save replaces the file atomically."""
+    """One file by ``torch.save``. A save replaces the file atomically.
+
+    A path may have a scheme, such as ``s3://``.
+    """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -394,7 +398,7 @@ class TorchCheckpointIO(CheckpointIO):
             raise TypeError(
                 "storage_options: TorchCheckpointIO has none; write a subclass of CheckpointIO"
             )
-        FullCheckpoint().save(checkpoint, Path(path))
+        FullCheckpoint().save(checkpoint, locate(path))
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -411,16 +415,20 @@ class TorchCheckpointIO(CheckpointIO):
         """
         refuses_code = weights_only is not False  # None means True
         if map_location is not None:
-            return torch.load(path, map_location, weights_only=refuses_code)
-        return FullCheckpoint().load(Path(path), weights_only=refuses_code)
+            with local_copy(locate(path)) as local_path:
+                return torch.load(local_path, map_location, weights_only=refuses_code)
+        return FullCheckpoint().load(locate(path), weights_only=refuses_code)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a file or a folder. A path without either is not an error."""
-        path = Path(path)
-        if path.is_dir():
-            shutil.rmtree(path)
+        location = locate(path)
+        if isinstance(location, RemotePath):
+            if location.exists():
+                location.files.rm(location.path, recursive=True)
+        elif location.is_dir():
+            shutil.rmtree(location)
         else:
-            path.unlink(missing_ok=True)
+            location.unlink(missing_ok=True)
 
 
 _PLUGIN_INPUT = Precision | ClusterEnvironment | CheckpointIO

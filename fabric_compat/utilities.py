@@ -38,6 +38,7 @@ from torch.utils.data import (
 from fabric import seed as seeding
 from fabric import tree
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.checkpoint.storage import locate
 from fabric.errors import ConfigurationError
 from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import SkipRandomInit
@@ -607,7 +608,7 @@ def _move_state_into(
 
 
 def _atomic_save(checkpoint: dict[str, Any], filepath: _PATH) -> None:
-    FullCheckpoint().save(checkpoint, Path(filepath))
+    FullCheckpoint().save(checkpoint, locate(filepath))
 
 
 def _load_distributed_checkpoint(checkpoint_folder: Path) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from fabric_compat.throughput import (
 from fabric_compat.utilities import (
     AttributeDict,
     MisconfigurationException,
+    _atomic_save,
     _collect_rng_states,
     _move_state_into,
     _sanitize_callable_params,
@@ -72,6 +73,7 @@ from fabric_compat.utilities import (
     _set_sampler_epoch,
     _sync_ddp_if_available,
     convert_tensors_to_scalars,
+    get_filesystem,
     has_len,
     is_shared_filesystem,
     isolate_rng,
@@ -1053,6 +1055,24 @@ def test_a_checkpoint_is_removed_with_its_folder_and_may_be_missing(tmp_path: Pa
     for path in ("folder/checkpoint.pt", "folder/checkpoint.pt", "folder"):
         checkpoint_io.remove_checkpoint(tmp_path / path)
         assert not (tmp_path / path).exists()
+
+
+def test_a_checkpoint_may_be_in_an_object_store(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    path = "memory://lightning/run/checkpoint.pt"
+    checkpoint_io = TorchCheckpointIO()
+    with single(plugins=checkpoint_io) as fabric:
+        fabric.save(path, {"step": torch.tensor(3)})
+        assert fabric.load(path)["step"] == 3
+    assert checkpoint_io.load_checkpoint(path, "meta")["step"].is_meta
+    _atomic_save({"step": 4}, path)
+    assert checkpoint_io.load_checkpoint(path)["step"] == 4
+    for _ in range(2):
+        checkpoint_io.remove_checkpoint("memory://lightning/run")
+    assert not get_filesystem(path).exists(path)
+    # The path is no name of a local folder.
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_entries_of_a_checkpoint_move_to_the_state_of_the_user() -> None:
