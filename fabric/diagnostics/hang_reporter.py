@@ -4,13 +4,13 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -73,6 +73,31 @@ def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
     connection = dist.PrefixStore("watchdog", clone)
     connection.set_timeout(_STORE_TIMEOUT)
     return connection
+
+
+class _ReportRequest(NamedTuple):
+    """The request of a report, which is the same for every rank that takes part in the report.
+
+    Attributes:
+        number: the number of the report.
+        rank: the rank that requests the report.
+        user_request: the id of the user's request. Empty if the rank requests the report because it
+            waits.
+    """
+
+    number: int
+    rank: int
+    user_request: str
+
+    def to_bytes(self) -> bytes:
+        """Return the value of the key ``request/{number}`` in the store."""
+        return json.dumps([self.rank, self.user_request]).encode()
+
+    @classmethod
+    def from_bytes(cls, number: int, content: bytes) -> "_ReportRequest":
+        """Return the request that is stored under the key ``request/{number}``."""
+        rank, user_request = json.loads(content)
+        return cls(number, rank, user_request)
 
 
 # [Note: Reports]
@@ -378,56 +403,58 @@ class HangReporter:
             user_request: the id of the user's request. Empty, the default, if this rank requests
                 the report because it waits.
         """
-        next_number = self._latest_number + 1
-        content = json.dumps([self.store.rank, user_request]).encode()
+        number = self._latest_number + 1
+        request = _ReportRequest(number, self.store.rank, user_request)
         # If another rank has requested this report before, its request counts.
-        request = self.store.set_if_absent(f"request/{next_number}", content)
-        self._publish_state(request)  # sets _latest_number to next_number
-        self._compose_and_print(request)
+        content = self.store.set_if_absent(f"request/{number}", request.to_bytes())
+        stored_request = _ReportRequest.from_bytes(number, content)
+        self._publish_state(stored_request)
+        self._compose_and_print(stored_request)
 
     def _answer_request(self) -> None:
         """Take part in the next report if another rank has requested it. Runs in the thread."""
-        next_number = self._latest_number + 1
-        request = self.store.get_nowait(f"request/{next_number}")
-        if request is None:
+        number = self._latest_number + 1
+        content = self.store.get_nowait(f"request/{number}")
+        if content is None:
             return
+        request = _ReportRequest.from_bytes(number, content)
         self._publish_state(request)
         if self.store.rank == 0:
             self._compose_and_print(request)
 
-    def _publish_state(self, request: bytes) -> None:
-        """Publish the state of this rank for the next report.
+    def _publish_state(self, request: _ReportRequest) -> None:
+        """Publish the state of this rank for a report.
+
+        Each rank calls this method for every report, in the order of their numbers.
 
         Args:
-            request: the request of the report, as stored: the requesting rank and the id of the
-                user's request, in JSON.
+            request: the request of the report.
         """
-        self._latest_number += 1
+        self._latest_number = request.number
         state = self._observer.state()
-        self.store.publish(f"state/{self._latest_number}", state)
-        # If this rank waits, too, the report is also about its wait, so it requests no report.
-        # Half of the threshold is enough, since the ranks of one hang do not begin to wait at the
-        # same time.
+        self.store.publish(f"state/{request.number}", state)
+        # If this rank waits, too, the report is also about its wait. Then the report is read in
+        # later polls, and this rank requests no report of its own. Half of the threshold is enough,
+        # since the ranks of one hang do not begin to wait at the same time.
         has_waited = state.seconds_waited > self._threshold / 2
         is_about_this_rank = has_waited or self._needs_report.is_set()
         if is_about_this_rank:
-            self._report_number = self._latest_number
-            self._report = None  # stored later
-        _requesting_rank, user_request = json.loads(request)
-        self._answered_requests.add(user_request)
+            self._report_number = request.number
+            self._report = None  # _read_report() sets the text, once it is stored
+        # The supervisor has sent the user's request to all of its ranks. One report is enough.
+        self._answered_requests.add(request.user_request)
 
-    def _compose_and_print(self, request: bytes) -> None:
-        """Compose, store and print the report for which this rank has just published its state.
+    def _compose_and_print(self, request: _ReportRequest) -> None:
+        """Compose, store and print a report for which this rank has published its state.
 
         Rank 0 calls this method for every report, and the requesting rank for its own. Rank 0
         composes the report as a rule, and the requesting rank only if rank 0 does not do it in
         time. The store decides, so that no report is printed twice.
 
         Args:
-            request: the request of the report, as stored: the requesting rank and the id of the
-                user's request, in JSON.
+            request: the request of the report.
         """
-        number = self._latest_number  # of this report
+        number = request.number
         is_closed = not self._wait_for_states(number)
         if is_closed:
             return
@@ -436,45 +463,44 @@ class HangReporter:
         composing_rank = self.store.set_if_absent(f"composed/{number}", this_rank)
         if composing_rank != this_rank:
             return
-        requester, user_request = json.loads(request)
-        reason = "a report was requested by a signal" if user_request else ""
+        is_requested_by_user = request.user_request != ""
+        reason = "a report was requested by a signal" if is_requested_by_user else ""
         states = read_states(self.store, number)
-        text = compose_report(states, requester, reason)  # empty if the requester does not wait
+        text = compose_report(states, request.rank, reason)  # empty if that rank does not wait
         is_printed = text != "" and self._is_printed(text)
         # Only a report that is printed may end a rank, since the user has to see why. Then the
         # report is composed once more, with the proof of the deadlock at its beginning.
         if is_printed:
-            deadlocked = self._choose_rank_to_end(states)
-            text = compose_report(states, requester, reason, deadlocked)
+            deadlocked = deadlocked_ranks(states)
+            ending_rank = self._choose_rank_to_end(states, deadlocked)
+            if ending_rank is not None:
+                # Set before the report, with which the chosen rank reads this key.
+                self.store.set(f"end/{number}", str(ending_rank))
+                text = compose_report(states, request.rank, reason, deadlocked)
         self.store.set(f"report/{number}", text)
-        is_shown_to_user = text != "" and user_request != ""
+        is_shown_to_user = text != "" and is_requested_by_user
         if is_printed or is_shown_to_user:
             print(f"\n{text}", file=sys.stderr, flush=True)
             if self._control is not None:
                 # The output of this process may go to a file, as under `fabric run --log-dir`.
                 self._control.send("report", text)
 
-    def _choose_rank_to_end(self, states: Mapping[int, RankState]) -> set[int]:
-        """Choose a rank that ends its process, if the states of the ranks prove a deadlock.
-
-        The chosen rank finds its number in the store when it reads the report.
+    def _choose_rank_to_end(
+        self, states: Mapping[int, RankState], deadlocked: Collection[int]
+    ) -> int | None:
+        """Return the rank that is to end its process, or None if no rank can be chosen.
 
         Args:
             states: the states of all ranks, by rank.
-
-        Returns:
-            The ranks that can never go on. Empty if no rank ends its process.
+            deadlocked: the ranks that can never go on. Empty if there are none.
         """
-        deadlocked = deadlocked_ranks(states)
         # A rank that has waited less than this does not read the report; see _publish_state().
         readers = [rank for rank in deadlocked if states[rank].seconds_waited > self._threshold / 2]
         if not readers:
-            return set()
+            return None
         # Prefer a rank in the call that fewest ranks make: its traceback shows the mistake.
         odd_readers = set(readers).intersection(odd_ranks(states, deadlocked))
-        ending_rank = max(odd_readers or readers, key=lambda rank: states[rank].seconds_waited)
-        self.store.set(f"end/{self._latest_number}", str(ending_rank))
-        return deadlocked
+        return max(odd_readers or readers, key=lambda rank: states[rank].seconds_waited)
 
     def _wait_for_states(self, number: int) -> bool:
         """Wait on rank 0 for the states of all ranks, on other ranks for the report of rank 0.
