@@ -154,7 +154,28 @@ class _FingerprintComparison:
         # The digests of the losses since the latest step, if they have to be equal on all ranks.
         self._loss_digests: list[int] = []
 
-    def after_backward(self, optimizer: Optimizer, loss: Tensor) -> None:
+    def after_backward(self, optimizer: Optimizer, loss: Tensor, *, counts_steps: bool) -> None:
+        """Record a backward pass, and compare with other ranks what could not be compared before.
+
+        A synchronized backward pass waits for all ranks. So each rank has finished the latest step
+        by now and, if its replicas differ, published its fingerprint.
+
+        Args:
+            optimizer: the optimizer.
+            loss: the loss of the backward pass.
+            counts_steps: whether this rank counts its steps, and is still checked. Every other rank
+                would seem to be ahead of a rank that does not count.
+
+        Raises:
+            UsageError: replicas differ after the latest step, or another rank has made its next
+                step without this backward pass.
+        """
+        self.check_latest_step()
+        self._record_backward(optimizer, loss)
+        if counts_steps:
+            self._check_no_rank_is_ahead()
+
+    def _record_backward(self, optimizer: Optimizer, loss: Tensor) -> None:
         """Count a backward pass that synchronizes gradients of the optimizer. Record its loss.
 
         The loss is recorded only if it has to be equal on all ranks.
@@ -169,12 +190,12 @@ class _FingerprintComparison:
         if must_be_equal and not is_dtensor:
             self._loss_digests += digests([loss])
 
-    def check_no_rank_is_ahead(self) -> None:
+    def _check_no_rank_is_ahead(self) -> None:
         """Raise if another rank has made its next step without the latest backward pass.
 
         The other rank has called ``optimizer.step()``, and then taken part in this synchronized
-        backward pass. So its step lacks the gradients of this pass. Called after
-        :meth:`after_backward`, which counts the pass.
+        backward pass. So its step lacks the gradients of this pass, which this rank has counted
+        already.
         """
         # The first rank that finishes the next step publishes this.
         content = self._store.get_nowait(self._key("first", steps_ahead=1))
@@ -265,10 +286,15 @@ class _FingerprintComparison:
     def _compute_fingerprint(self, optimizer: Optimizer, trained: list[Tensor]) -> _Fingerprint:
         """Return the fingerprint of this rank, of what has to be equal on all ranks.
 
-        The fingerprint has a number for each replicated parameter. If the optimizer has only
-        sharded parameters, it has a number for the options of the optimizer instead. It also says
-        which sharded parameters have a gradient, and has a number for the recorded losses. It is
-        empty if there is none of these.
+        The fingerprint has a number for each of these:
+
+        - each replicated parameter
+        - the options of the optimizer, if it trains only sharded parameters of set-up modules: no
+          two ranks hold the same shard, but all must step with the same options
+        - for each sharded parameter, whether it has a gradient
+        - the losses since the latest step, if they were recorded
+
+        The fingerprint is empty if there is none of these.
 
         Args:
             optimizer: the optimizer.
@@ -278,7 +304,7 @@ class _FingerprintComparison:
         replicated = [parameter for parameter in trained if id(parameter) in names]
         names_of_replicated = [names[id(parameter)] for parameter in replicated]
         fingerprint = _Fingerprint(names_of_replicated, digests(replicated))
-        trains_modules = bool(_ids_of_modules(self._contracts) & _ids(trained))
+        trains_modules = not _ids_of_modules(self._contracts).isdisjoint(_ids(trained))
         has_only_shards = trains_modules and not replicated
         if has_only_shards:
             fingerprint.add("its options", f"{self._class_name} {_float_options(optimizer)}")
@@ -598,24 +624,20 @@ class TrainingChecks:
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Check the latest step and the gradients. ``Fabric.backward`` calls this after each pass.
 
-        The latest step is checked only now, since a synchronized backward pass waits for all ranks:
-        each rank has finished the step and, if it differs, published its fingerprint. So the hooks
+        Other ranks may find a difference in the latest step until this backward pass. So the hooks
         stay until the backward pass after the last checked step.
         """
-        optimizer = self._optimizer()
+        optimizer = self._optimizer()  # None if the user has dropped the optimizer
         if error is None and optimizer is not None:
             self._num_backward_passes += 1
             # Gradients are recorded here and before the step: the user may clear them in between.
             self._record_gradients(optimizer)
             self._cleared_steps.after_backward(optimizer)
             self._cleared_windows.after_backward(optimizer, self._window_check.is_window_open)
-            self._comparison.check_latest_step()
-            self._comparison.after_backward(optimizer, loss)
-            # A rank that has only empty shards has no gradient. It counts no steps, so every other
-            # rank would seem to be ahead.
-            counts_steps = bool(self._ids_that_had_gradient)
-            if counts_steps and not self._is_finished:
-                self._comparison.check_no_rank_is_ahead()
+            # A rank that has only empty shards has no gradient, and counts no steps.
+            had_gradient = bool(self._ids_that_had_gradient)
+            counts_steps = had_gradient and not self._is_finished
+            self._comparison.after_backward(optimizer, loss, counts_steps=counts_steps)
         if self._is_finished:
             # A hook of the optimizer could not do this, since torch iterates over the hooks then.
             self.close()
@@ -640,9 +662,11 @@ class TrainingChecks:
         if is_first_step:
             self._check_values(trained_ids)
         self._window_check.check(optimizer)
+        # After the last checked step, this hook stays until the next backward pass removes it.
         # A closure computes the gradients within the step, so they cannot be checked before it.
         if self._is_finished or has_closure(args, kwargs):
             return
+        # The checks below do not depend on each other. If several would raise, the first one does.
         for contract in self._contracts:
             self._check_reduced(contract, trained_ids)
             self._check_missing(contract, trained_ids)
@@ -739,12 +763,15 @@ class TrainingChecks:
         Args:
             trained_ids: the ids of the parameters that the optimizer trains on this rank.
         """
-        if self._num_backward_passes and trained_ids:
-            has_any_gradient = not trained_ids.isdisjoint(self._ids_that_had_gradient)
-            if has_any_gradient:
-                self._steps_without_gradient = 0
-            else:
-                self._steps_without_gradient += 1
+        # _warn_of_no_backward() is about steps before the first backward pass. A rank that has only
+        # empty shards trains nothing, and gets no gradient.
+        if self._num_backward_passes == 0 or not trained_ids:
+            return
+        has_any_gradient = not trained_ids.isdisjoint(self._ids_that_had_gradient)
+        if has_any_gradient:
+            self._steps_without_gradient = 0
+            return
+        self._steps_without_gradient += 1
         if self._steps_without_gradient >= _CHECKED_STEPS:
             self._raise_usage_error(
                 problem="no gradient has arrived at any of its parameters in "
@@ -948,6 +975,7 @@ class SetupChecks:
         self._evaluation_mode_check = EvaluationModeCheck(contracts)
         # The number of calls of step() of all optimizers.
         self._step_calls = 0
+        # The optimizers of the process that have begun a step, also those that are not set up.
         self._stepped_optimizers: WeakSet[Optimizer] = WeakSet()
         # Numbers the set-up optimizers, which are set up in the same order on all ranks.
         self._optimizer_numbers = count()
@@ -963,20 +991,14 @@ class SetupChecks:
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
         # None if the precision does not scale losses, or after the first steps.
-        self._unscaled_loss_check = self._build_unscaled_loss_check()
-
-    def _build_unscaled_loss_check(self) -> UnscaledLossCheck | None:
-        """Return the check of losses that are not scaled. None if the precision scales none.
-
-        Also adds the hook before backward passes, which only this check needs.
-        """
-        # Without an optimizer, only a loss scale is a reason why gradients are not complete.
-        has_loss_scale = self._session.pending_change(None) is not None
-        if not has_loss_scale:
-            return None
-        self._backward.before.append(self._before_backward)
-        self._hooks.callback(self._backward.before.remove, self._before_backward)
-        return UnscaledLossCheck(self._optimizers, self._contracts, self._hooks)
+        self._unscaled_loss_check: UnscaledLossCheck | None = None
+        # The argument None stands for parameters that no set-up optimizer has. For these, a loss
+        # scale is the only change that can be pending: loss weights are not looked at.
+        has_loss_scale = session.pending_change(None) is not None
+        if has_loss_scale:
+            self._unscaled_loss_check = UnscaledLossCheck(optimizers, contracts, self._hooks)
+            backward.before.append(self._before_backward)
+            self._hooks.callback(backward.before.remove, self._before_backward)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Check the first steps of a set-up optimizer.
@@ -1080,7 +1102,8 @@ class SetupChecks:
             self._clipping_check.check(optimizer, request)
             self.before_completion(optimizer)
         else:
-            self._session.check_optimizers([optimizer])  # raises if it could not be set up
+            # Raises if the strategy could not set the optimizer up.
+            self._session.check_optimizers([optimizer])
         # A closure computes the gradients within the step, so they cannot be looked at here.
         if not has_closure(args, kwargs):
             self._check_parameters_in_use(optimizer, trained)
@@ -1150,6 +1173,8 @@ class SetupChecks:
             optimizer: the optimizer, before its first step.
             trained: the parameters that it trains on this rank.
         """
+        # A hook of all optimizers calls this method. torch then runs the hooks of this optimizer,
+        # also those that _start_checks() adds now, so this step is checked, too.
         # Ranks are compared if their optimizers have the same name: these have stepped in the same
         # order, and are of the same size.
         num_elements = sum(parameter.numel() for parameter in trained)
@@ -1212,7 +1237,8 @@ def check_same_model(
         message = torch.tensor(digest, device=communicator.device)
         rank_digests = communicator.run(Collective(Operation.ALL_GATHER, message)).tolist()
     if 0 in rank_digests:
-        # Sends the error to all ranks, and raises it on each.
+        # A rank has an error: _digest() is never 0. This call sends the error to all ranks, and
+        # raises it on each.
         communicator.gather_objects(None, error=error)
     for rank, rank_digest in enumerate(rank_digests):
         if rank_digest != rank_digests[0]:
