@@ -98,6 +98,8 @@ class EqualDrawsCheck:
         self.store = store
         self.replica = replica
         self.has_warned = False
+        # The set-up loaders, to which others are added later, and the loops over them that run now.
+        # A set-up loader divides the data, so the replicas then do different work.
         self._loaders = loaders
         self._loops = loops
         # The names of the loaders whose workers have been compared.
@@ -105,7 +107,7 @@ class EqualDrawsCheck:
         # Digests from the first passes: of the outputs of all modules, and of the losses.
         self._outputs: list[int] = []
         self._losses: list[int] = []
-        # The number of modules that were set up so far. It numbers the modules.
+        # The number of modules that were set up so far, also of those that are not checked.
         self._module_count = 0
         self._num_backward_passes = 0
         self._is_closed = False
@@ -149,9 +151,10 @@ class EqualDrawsCheck:
             self._outputs += digests(_tensors_in(output))
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Record the loss, and end the check after enough passes.
+        """Compare the replicas, and end the check after enough passes.
 
-        ``Fabric.backward`` calls this after each backward pass.
+        ``Fabric.backward`` calls this after each backward pass. Ranks of other replicas than those
+        compared only count the passes.
         """
         self._num_backward_passes += 1
         is_compared = error is None and self.replica in _COMPARED_REPLICAS

@@ -336,11 +336,16 @@ class HandStepCheck:
         self._contracts = contracts
         self._optimizers = optimizers
         self._store = store
+        # Fabric.backward() calls these functions for each loss. check() removes itself at last.
         self._checks = checks
+        # Returns why the gradients of an optimizer are not complete, as text. None if they are
+        # complete. The argument None stands for parameters that no set-up optimizer has.
         self._pending_change = pending_change
         self._num_losses = 0
-        # Whether an optimizer has stepped, or a parameter was changed by hand.
+        # Whether an optimizer has stepped, or a parameter was changed by hand. Before that, the
+        # check does not end.
         self._has_stepped = False
+        # Whether a backward pass is running. A step in it is called by a hook of a parameter.
         self._is_in_backward = False
         self._samples = _GradientSamples(contracts)
         self._comparison = _ChangeComparison(contracts, store)
@@ -398,7 +403,9 @@ class HandStepCheck:
         self._is_in_backward = False
         if error is not None:
             return
+        # The second condition is true if the precision has a loss scale.
         may_be_incomplete = self._samples.has_weight or self._pending_change(None) is not None
+        # On several ranks, parameters that were changed by hand are compared between ranks, too.
         if may_be_incomplete or self._store.size > 1:
             self._samples.after_backward()
 
@@ -462,12 +469,16 @@ class HandStepCheck:
             optimizer: the optimizer, whose step a hook of a parameter has called.
         """
         trained_ids = set(map(id, parameters_of(optimizer)))
-        pending_change = None
+        # Why the gradients are not complete, as text. None if they are complete.
+        pending_change: str | None = None
         suggestion = ""
-        if optimizer not in self._optimizers:
-            # Why the gradients are not complete, as text. None if they are complete.
+        was_set_up = optimizer in self._optimizers
+        # The hooks of a set-up optimizer remove loss scales and loss weights before the step.
+        if not was_set_up:
+            # The argument None stands for parameters that no set-up optimizer has.
             pending_change = self._pending_change(None)
             suggestion = "optimizer = fabric.setup_optimizers(optimizer)"
+        # Setup does not help against the second reason, so its text replaces the one above.
         for contract in self._contracts:
             is_trained = not trained_ids.isdisjoint(map(id, contract.parameters().values()))
             # DDP averages gradients at the end of the backward pass. FSDP averages the gradient of

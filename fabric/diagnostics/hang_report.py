@@ -244,6 +244,7 @@ def _describe_ranks(
     lines = []
     for (summary, *frames), ranks in ranks_by_description.items():
         if len(ranks) > 1:
+            # The history may have a part such as "; its latest collective was barrier".
             summary = summary.replace("; its latest ", "; their latest ")
         pids = _describe_processes([states[rank].pid for rank in ranks])
         lines.append(f"  {ranks_in_words(ranks)}: {summary}{pids}")

@@ -183,16 +183,21 @@ class FlightRecorder:
         self.phase: str | None = None
         # For each open phase, the phase to return to at its end. Phases nest.
         self._outer_phases: list[str | None] = []
+        # How many collectives or phases have started, by the name of the group or of the phase.
         self.counts: dict[str, int] = defaultdict(int)
-        self.latest_key = ""
+        self.latest_key = ""  # the key of counts that was counted last
+        # By the id of the thread that is in the collective.
         self.open_collectives: dict[int, Entry] = {}
         self.latest_collective: Entry | None = None
 
         # What other parts of fabric set. The class docstring says which part sets which attribute.
         self.phases_need_all_ranks = True
+        # Called before each collective, before each phase that all ranks must start, and before
+        # each wait for rank 0. A function raises if this rank must not go on.
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
         self.phase_checks: tuple[Callable[[str], None], ...] = ()
         self.wait_checks: tuple[Callable[[Entry], None], ...] = ()
+        # By the id() of the optimizer. enter_step() compares the present number of groups with it.
         self.param_group_counts: dict[int, int] = {}
         self.on_param_groups_changed: Callable[[torch.optim.Optimizer], object] = (
             _ignore_param_groups

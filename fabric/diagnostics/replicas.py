@@ -126,7 +126,8 @@ class WatchedObjects:
     def __init__(self, scaler: LossScaler | None, pass_order: PassOrder) -> None:
         self._scaler = scaler
         self._pass_order = pass_order
-        # Each iterator gives the next object of its kind a number.
+        # Each iterator gives the next object of its kind a number. The keys of replicas have these
+        # numbers, so all ranks must count alike, and no number is given twice.
         self._module_numbers = count()
         self._optimizer_numbers = count()
         self._averages_numbers = count()
@@ -307,9 +308,13 @@ class ReplicaComparison:
         return comparison
 
     def _collect(self, request: str, saved: Collection[object] | None) -> "TensorComparison":
-        """Return a comparison of all replicas, which has not started.
+        """Return a comparison of all replicas, for which no rank has sent anything yet.
 
-        Not a collective. The next call counts the optimizer steps from this one on.
+        Not a collective. The next comparison reports the number of optimizer steps since this call.
+
+        Args:
+            request: where the comparison takes place, for the error.
+            saved: the objects that a save writes. None outside of a save.
         """
         rank = self._communicator.rank
         replicas = self.watched.replicas(self._communicator.size, saved)
@@ -328,10 +333,17 @@ class ReplicaComparison:
         return comparison
 
     def _check(self, comparison: "TensorComparison", weighted_digest: int) -> None:
-        """Raise on all ranks if their weighted digests do not add up to zero. Collective."""
+        """Raise on all ranks if replicas differ. Collective.
+
+        Args:
+            comparison: the comparison. It has digests of all replicas, but not what differs.
+            weighted_digest: a result of ``_weighted_digest``. If no replica differs, the digests of
+                all ranks add up to zero.
+        """
         (difference,) = self._sum_over_ranks([weighted_digest])
         if difference != 0:
-            # Some ranks may still hold a model that other ranks have collected as garbage.
+            # Some ranks may still hold a model that other ranks have collected as garbage. So the
+            # replicas are read once more, without garbage, to find what differs.
             gc.collect()
             replicas = self.watched.replicas(self._communicator.size, comparison.saved)
             # A checkpoint has the states of rank 0 alone, so a save reports sharded states.
@@ -543,7 +555,8 @@ class _Layout:
     def __init__(self, size: int) -> None:
         """Start without parameters. :meth:`add` adds them."""
         self.all_ranks = tuple(range(size))
-        # A cache, by the id of the mesh and the placements. Most parameters share them.
+        # A cache, by the id() of the mesh and the placements. Most parameters share them. A layout
+        # lives for one comparison, in which no mesh can be deleted, so an id() is not used again.
         self._ranks: dict[tuple[int, Any], tuple[int, ...]] = {}
         # By the id() of the parameter.
         self._parameters: dict[int, _KnownParameter] = {}

@@ -356,21 +356,22 @@ class UnevenInputDetector:
     def _can_skip_steps(self, contract: GradientContract) -> bool:
         """Return whether :meth:`on_step` has nothing to do until the next iteration begins.
 
+        If so, :meth:`on_step` unregisters itself, and :meth:`on_iteration` registers it again.
+
         Args:
             contract: the contract of the module that takes the current step.
         """
+        # For each step, on_step() has to record whether all ranks take it.
+        records_each_step = contract.is_sharded and not self._comparison.compares_only_peers
+        # Once a number of batches may differ, a neighbor may lack any of the later steps.
+        if records_each_step or self._batch_counts.may_differ:
+            return False
         latest = self._iterations.latest
         iteration_of_step = self._iterations.iteration_of_latest_step
         if latest is None or iteration_of_step is None:
-            return False  # the first step is still to come
-        # If the numbers of batches differ, on_step() has to compare all steps.
-        if self._batch_counts.may_differ:
-            return False
-        # on_step() has to compare the numbers of batches with these neighbors.
+            return False  # the first step in an iteration is still to come
+        # These neighbors have not published their number of batches yet.
         if iteration_of_step.batch_count.uncompared_neighbors:
-            return False
-        # For each step, on_step() has to record whether all ranks take it.
-        if contract.is_sharded and not self._comparison.compares_only_peers:
             return False
         # on_step() has to compare the first step of the latest iteration.
         had_first_step = latest is iteration_of_step
