@@ -35,7 +35,6 @@ class ClosureLosses:
         communicator: the ranks over which gradients are averaged.
         backward: the hooks around backward passes.
         num_summed_losses: the number of ranks whose losses are summed up by ``reduce="sum"``.
-        passes: the number of backward passes in closures so far. Counted by :meth:`_count_pass`.
         summed_passes: the number of backward passes with ``reduce="sum"`` so far, in closures and
             outside. Counted by the session.
     """
@@ -43,7 +42,6 @@ class ClosureLosses:
     communicator: Communicator
     backward: Hooks
     num_summed_losses: int
-    passes: int = 0
     summed_passes: int = 0
 
     def register(self, optimizer: Optimizer) -> RemovableHandle | None:
@@ -86,22 +84,26 @@ class ClosureLosses:
             UsageError: some backward passes of the closure have averaged gradients, and some have
                 summed them up.
         """
-        passes_before = self.passes
-        # The session counts the passes with reduce="sum".
+        num_passes = 0
+
+        def count_pass(loss: Tensor, error: BaseException | None) -> None:
+            nonlocal num_passes
+            num_passes += 1
+
+        # Count the backward passes of the closure. The session counts those with reduce="sum".
         summed_passes_before = self.summed_passes
-        self.backward.after.append(self._count_pass)
+        self.backward.after.append(count_pass)
         try:
             loss = closure()
         finally:
-            self.backward.after.remove(self._count_pass)
+            self.backward.after.remove(count_pass)
         if isinstance(loss, Tensor):
             loss = loss.detach()
         mean_loss = all_reduce(self.communicator, loss, Reduce.MEAN)
-        passes = self.passes - passes_before
-        summed_passes = self.summed_passes - summed_passes_before
-        if summed_passes == 0:
+        num_summed_passes = self.summed_passes - summed_passes_before
+        if num_summed_passes == 0:
             return mean_loss
-        if summed_passes < passes:
+        if num_summed_passes < num_passes:
             raise UsageError(
                 f"a closure of LBFGS on rank {self.communicator.rank}",
                 problem='some of its backward passes have reduce="sum" and some have not, so that '
@@ -111,7 +113,3 @@ class ClosureLosses:
             )
         # The mean times the number of losses is their sum.
         return mean_loss * self.num_summed_losses
-
-    def _count_pass(self, loss: Tensor, error: BaseException | None) -> None:
-        """Count a backward pass in a closure. ``Fabric.backward`` calls this after the pass."""
-        self.passes += 1
