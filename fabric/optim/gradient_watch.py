@@ -32,7 +32,7 @@ class GradientWatch:
     def __init__(self, contracts: Collection[GradientContract], cleanup: ExitStack) -> None:
         """Start without a watched optimizer."""
         self._contracts = contracts
-        # By optimizer and by id, the parameters with a hook.
+        # For each optimizer, its parameters that have a hook, by id().
         self._watched: WeakKeyDictionary[Optimizer, dict[int, Tensor]] = WeakKeyDictionary()
         # The parameters that have got a gradient since the last backward pass of Fabric. It has a
         # limit, since a loop that never calls Fabric.backward would fill a list without end.
@@ -40,7 +40,9 @@ class GradientWatch:
         # For each contract, the value of unreduced_passes() at the end of the last backward pass of
         # Fabric. A larger value later shows a pass without Fabric.
         self._unreduced_passes: WeakKeyDictionary[GradientContract, int] = WeakKeyDictionary()
+        # Removes the hooks of the parameters when cleanup ends.
         self._hooks = cleanup.enter_context(ExitStack())
+        # Frees the parameters, which the caller may keep alive through this object.
         cleanup.callback(self._reached.clear)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -58,7 +60,10 @@ class GradientWatch:
             self._hooks.callback(handle.remove)
 
     def begin_pass(self) -> None:
-        """Start the record of a backward pass of ``Fabric``."""
+        """Start the record of a backward pass of ``Fabric``.
+
+        Passes without ``Fabric`` before it are forgotten. Call :meth:`has_unknown_pass` first.
+        """
         self._reached.clear()
 
     def end_pass(self) -> set[int]:

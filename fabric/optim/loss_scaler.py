@@ -90,8 +90,9 @@ class LossScaler:
         # Whether a loss was ever scaled. A loop that calls loss.backward() scales none.
         self._has_scaled_a_loss = False
         self._max_over_ranks = max_over_ranks
-        # Set to True by the session and by Fabric. See the attributes of the class.
+        # Whether ranks step with different gradients. Set to True by the session.
         self.gradients_may_differ = False
+        # Whether ranks hold different gradients between backward passes. Set to True by Fabric.
         self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
@@ -340,15 +341,15 @@ class LossScaler:
         ``zero_grad(set_to_none=False)`` has cleared are still there, and have to be read to see
         that they are zero.
         """
-        # The last return exchanges a message. All ranks come to it or none does, because they have
-        # the same optimizers in this list.
+        # The last return exchanges a message. All ranks come to it or none does: no return above it
+        # depends on the values of gradients, which may differ between ranks.
         scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
+        if not scaled:
+            return False
         holds_scaled = any(map(has_gradients, scaled))
-        if not scaled or self._max_over_ranks is None:
-            return holds_scaled
         # Within an accumulation window, each rank holds the gradients of its own batches.
-        ranks_hold_the_same = not self.gradients_may_differ and not self.accumulates
-        if ranks_hold_the_same:
+        may_differ_between_ranks = self.gradients_may_differ or self.accumulates
+        if self._max_over_ranks is None or not may_differ_between_ranks:
             return holds_scaled
         # This rank's gradients may be zero while gradients of other ranks are not.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds_scaled))))

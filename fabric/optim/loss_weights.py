@@ -206,10 +206,12 @@ class LossWeights:
         # None and an empty list both stand for all optimizers.
         optimizers = as_list(optimizer) or list(self._optimizers)
         self._check_set_up(optimizers)
-        # Called first, so that cleared gradients do not count as gradients of an earlier loss.
+        # Before the checks below, so that cleared gradients do not count as gradients of an earlier
+        # loss.
         self._drop_cleared_windows()
         for set_up_optimizer in self._optimizers:
             self._refuse_unknown_passes(set_up_optimizer)
+        # After the check for unknown passes: this forgets the parameters that they have reached.
         self._gradient_watch.begin_pass()
         window = self._common_window(optimizers)
         if loss_weight is None:
@@ -355,6 +357,8 @@ class LossWeights:
         Nothing waits for the device.
         """
         for contract in self._contracts:
+            # Under FSDP, the user may have cleared gradients of gathered parameters. This clears
+            # those of the optimizer's parameters, too.
             contract.take_back_gradients()
         # For each window, a flag for each gradient: a tensor on the device that says whether the
         # gradient is cleared. Optimizers of one loss share a window, and its flags.
@@ -370,14 +374,16 @@ class LossWeights:
                 # fingerprint is, may be one of them.
                 versions = gradient_versions(parameters_of(optimizer))
                 has_changed = has_changed or versions != state.gradient_versions
+            # The next call looks for changes after this one.
             state.fingerprint = fingerprint
             should_read_gradients = self.weight_sums.reads_at_once or has_changed
             if should_read_gradients:
                 if _has_cleared_gradients(optimizer, state, has_changed):
                     _drop_window(state)
+                continue
             # On CUDA, and unchanged as far as the CPU can see. A mark in place of a window has no
             # weight that the device could set to 0.
-            elif isinstance(window, _Window):
+            if isinstance(window, _Window):
                 for grads in local_gradients(optimizer):
                     unread_flags[window].extend(map(is_cleared, grads))
         for window, flags in unread_flags.items():
@@ -470,6 +476,8 @@ class LossWeights:
         for set_up_optimizer in self._optimizers:
             # Again for each window, since parameters may have been added or unfrozen.
             self._gradient_watch.watch(set_up_optimizer)
+        # All ranks pass the optimizers in the same order, so they choose the same divisor, and come
+        # to the collective below together.
         for optimizer in optimizers:
             state = self._states.get(optimizer)
             if state is not None and state.divisor is not None:
@@ -595,7 +603,8 @@ class LossWeights:
             return
         window = state.window
         state.window = None
-        # _before_step has divided the gradients of an earlier window, and put a mark in its place.
+        # _before_step() has put DIVIDED in place of the window that the optimizer had before the
+        # step. A window or another mark comes from a backward pass within the step.
         was_begun_within_step = window is not None and window is not _Mark.DIVIDED
         if was_begun_within_step:
             self._refuse_step(

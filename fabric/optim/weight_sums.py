@@ -114,7 +114,7 @@ class WeightSums:
             UsageError: the sum of the step before was not valid. Except on CUDA, the error is also
                 raised for the sum of this step.
         """
-        # Raises if the sum of the step before was not valid.
+        # Before the sum of this step replaces the sum of the step before.
         self.check_last_sum()
         mean_weight = self._mean_over_ranks(weight)
         is_valid = (mean_weight > 0) & mean_weight.isfinite()
