@@ -294,6 +294,7 @@ class HangReporter:
             # The report on an earlier wait is not about the next one.
             self._report_number = None
             self._report = None
+        # Before the wait is looked at: if a rank compiles, the wait counts from now on.
         self._read_report(now)
         user_request = self._user_request()
         if user_request not in self._answered_requests:

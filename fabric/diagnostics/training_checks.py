@@ -145,7 +145,7 @@ class _FingerprintComparison:
     def __init__(self, class_name: str, name: str, contracts: Contracts, store: JobStore) -> None:
         self.steps = 0
         self._class_name = class_name
-        self._name = name
+        self._name = name  # of the optimizer in the keys of the store
         self._contracts = contracts
         self._store = store
         # The fingerprint of this rank after the latest step.
@@ -617,6 +617,8 @@ class TrainingChecks:
         """Record which gradients were kept. ``Fabric.backward`` calls this before each pass."""
         optimizer = self._optimizer()
         if optimizer is not None:
+            # Under FSDP, the user may have cleared gradients of gathered parameters. This clears
+            # those of the optimizer's parameters, too.
             for contract in self._contracts:
                 contract.take_back_gradients()
             self._cleared_windows.before_backward(optimizer)
