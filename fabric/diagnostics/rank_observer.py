@@ -54,7 +54,7 @@ class RankObserver:
         # Seconds without CPU time after which this thread counts as idle.
         self._idle_threshold = idle_threshold
         # Whether the device runs collectives in the background. If so, this thread may wait for a
-        # collective anywhere, and does not wait within the call.
+        # collective anywhere.
         self._is_asynchronous = is_asynchronous
         self._idle_timer = _IdleTimer()  # of this thread
         # The state of the flight recorder at the latest call of update(), which compares it.

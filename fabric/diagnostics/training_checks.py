@@ -289,8 +289,8 @@ class _FingerprintComparison:
         The fingerprint has a number for each of these:
 
         - each replicated parameter
-        - the options of the optimizer, if it trains only sharded parameters of set-up modules: no
-          two ranks hold the same shard, but all must step with the same options
+        - the options of the optimizer, if it trains only sharded parameters of modules, whose
+          shards differ between ranks
         - for each sharded parameter, whether it has a gradient
         - the losses since the latest step, if they were recorded
 
