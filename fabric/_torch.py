@@ -675,7 +675,7 @@ def names_to_ignore_in_ddp(module: torch.nn.Module) -> set[str]:
 def has_custom_state_loading(module: torch.nn.Module) -> bool:
     """Return whether a class in a module overrides a method that loads a state dict.
 
-    Code that is not torch's may raise after it has loaded a part of the state.
+    Such a method may raise after it has loaded a part of the state.
     """
     for submodule in module.modules():
         for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state"):

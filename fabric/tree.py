@@ -153,7 +153,8 @@ def describe_keys(structure: Structure) -> str:
         try:
             text = ", ".join(keys)  # the common case
         except TypeError:  # not all keys are strings
-            # A sort key leaves out what differs between processes, such as an address.
+            # The keys by which a set is sorted are texts without what differs between processes,
+            # such as an address.
             text = str(list(map(_sort_key, keys)))
     if isinstance(structure.children, int):  # all children are leaves, which have no keys
         return text

@@ -414,6 +414,7 @@ class TorchCheckpointIO(CheckpointIO):
             UnsafeCheckpointError: the file holds objects that only running code can rebuild.
         """
         refuses_code = weights_only is not False  # None means True
+        # FullCheckpoint always loads to the CPU.
         if map_location is not None:
             with local_copy(locate(path)) as local_path:
                 return torch.load(local_path, map_location, weights_only=refuses_code)

@@ -190,15 +190,15 @@ def rename_entries(request: str, content: State, rename: Rename) -> PlainState:
     renamed: Any = copy.copy(content)
     if rename is None:
         return renamed
-    renamed.clear()
-    # By new name, the name in ``content``, for the error.
+    renamed.clear()  # of its entries
+    # For the error: by new name, the name in ``content``.
     sources: dict[str, str] = {}
     for name, value in content.items():
         new_name = _new_name(name, rename)
         name_if_not_compiled = plain_name(name)
         if new_name == name and name_if_not_compiled != name:
-            # ``rename`` does not change the name of the compiled module. It may have the name that
-            # the module would have without torch.compile.
+            # ``rename`` does not have the name of the compiled module. It may have the name without
+            # the part that torch.compile has added.
             new_name = _new_name(name_if_not_compiled, rename)
         if new_name is None:
             continue

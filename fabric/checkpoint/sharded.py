@@ -613,10 +613,11 @@ def clean(folder: Location) -> None:
     this function after the commit of a save, and before a save, in case the last save was
     interrupted.
     """
+    # By path, the ID of the save that has written the file.
     save_ids = _finished_files(folder)
     # The index is read after the listing. In the other order, a save that another process commits
     # in between would lose its files.
-    committed_id = ""
+    committed_id = ""  # no save: all finished files are removed
     if path_type(folder / INDEX) == "file":
         index = read_index("save a sharded checkpoint", folder)
         committed_id = index.save_id
@@ -626,7 +627,8 @@ def clean(folder: Location) -> None:
             if save_id != committed_id:
                 path.unlink()
             elif isinstance(path, Path) and path.suffix == ".tmp":
-                # The final name is the name without ".tmp". A remote file has it already.
+                # The final name is the name without ".tmp". Files on a remote file system are
+                # written under their final names.
                 os.replace(path, path.with_suffix(""))
 
 

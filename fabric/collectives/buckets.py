@@ -448,6 +448,7 @@ def _describe_leaves(
         bucket = buckets[0]
         if len(bucket.numbers) == num_leaves:
             return f"{num_leaves} {bucket.dtype}"
+        # Only tensors without dimensions are stacked.
         if bucket.stacked_tensors is not None and not shows_gradients:
             return f"{num_leaves} {bucket.dtype}[]"
     leaf_texts = [""] * num_leaves

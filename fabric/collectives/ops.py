@@ -101,8 +101,7 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     is_source = communicator.rank == src
     error = None
     tree_of_metas = None
-    # Placeholders, which are replaced below. Only a source that cannot send its object keeps them
-    # until broadcast_object() raises its error.
+    # Values for a source that cannot send its object. broadcast_object() then raises its error.
     leaves, structure = flatten(None)
     buckets: list[Bucket] = []
     if is_source:
@@ -150,8 +149,8 @@ def all_gather_ragged(
         has_grads = sync_grads and torch.is_grad_enabled()
         description = describe(structure, leaves, buckets, has_grads, is_ragged=True)
     except Exception as error:
-        # Otherwise the other ranks would wait for this rank.
-        _answer_without_call(communicator, Operation.ALL_GATHER, error)
+        # The other ranks wait for a call of this rank. They get the error instead.
+        _answer_with_error(communicator, Operation.ALL_GATHER, error)
         raise
     # The exchange of the lengths carries the signature, by which the ranks notice if their calls
     # differ. `arguments` is for errors and hang reports. The lengths are read at once, so
@@ -172,7 +171,7 @@ def all_gather_ragged(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
     for position, rows in enumerate(gathered):
-        # Python numbers have become lists, which have no padding.
+        # In place of a number there is now the list of the ranks' numbers, which has no padding.
         if isinstance(rows, Tensor):
             lengths_of_ranks = lengths_by_position.get(position)  # None for a 0-dim tensor
             gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)
@@ -254,8 +253,8 @@ def _exchange(
     try:
         packed = _pack_for_exchange(communicator, operation, tree, op, sends_numbers)
     except Exception as error:
-        # Otherwise the other ranks would wait for this rank.
-        _answer_without_call(communicator, operation, error)
+        # The other ranks wait for a call of this rank. They get the error instead.
+        _answer_with_error(communicator, operation, error)
         raise
     # A single rank has nothing to compare.
     is_signed = is_signed and communicator.size > 1
@@ -485,9 +484,7 @@ def _run_for_buckets(
         raise overflow_error
 
 
-def _answer_without_call(
-    communicator: Communicator, operation: Operation, error: Exception
-) -> None:
+def _answer_with_error(communicator: Communicator, operation: Operation, error: Exception) -> None:
     """Make the other ranks raise an error, since this rank cannot make its call. Collective.
 
     Otherwise the other ranks would wait for this rank forever. This rank answers their first
@@ -717,7 +714,8 @@ class _Differentiable(torch.autograd.Function):
                 operation = Operation.REDUCE_SCATTER
                 op = Reduce.SUM
             case Operation.REDUCE_SCATTER:
-                # An all-gather ignores `op`. The division of a mean follows below.
+                # An all-gather ignores `op`, which keeps its value. The division of a mean follows
+                # below.
                 operation = Operation.ALL_GATHER
             case Operation.BROADCAST:
                 operation = Operation.ALL_REDUCE
@@ -733,7 +731,8 @@ class _Differentiable(torch.autograd.Function):
         if is_broadcast and communicator.rank != collective.peer:  # the peer is the source
             # The buffer of this rank has no effect on the result, so its gradient is zero. The
             # zeros are computed from `grad`, so that they are part of the graph: if the gradient is
-            # differentiated again, this rank takes part in the collective.
+            # differentiated again, this rank takes part in the collective. They are no product,
+            # since NaN times zero is NaN.
             everywhere = torch.ones((), dtype=torch.bool, device=grad.device)
             grad = grad.masked_fill(everywhere, 0)
         # One gradient for each argument of forward(): the first two arguments have none.

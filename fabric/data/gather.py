@@ -396,7 +396,7 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     rows = samples or "n"
     raise ConfigurationError(
         f"gather_for_metrics(...) of {leaf_name}",
-        problem=f"which sample is what? {description}",
+        problem=f"it does not have one entry for each sample: {description}",
         expected=f"tensors of shape ({rows}, ...), one entry for each sample of this batch",
         suggestion="the values before any mean or sum; fabric.all_reduce(x) for a number for the "
         "whole batch",

@@ -530,14 +530,16 @@ def _send_status(status_pipe: Connection, pid_or_exit_code: int) -> None:
 
 # [Note: A fork like a new interpreter]
 # A rank that runs a script must not differ from `python script.py`. So the server of a script
-# imports a fixed list of modules and runs nothing else, and its ranks go on where a rank in a new
-# interpreter does. What a fork would still change is looked for before each start of the ranks, and
-# where it is found, they start in new interpreters:
+# imports a fixed list of modules and runs nothing else. What could still make a fork differ from a
+# new interpreter is looked for before each start of the ranks, and if it is found, the ranks start
+# in new interpreters. It is:
 #
 # - another thread in the server, which would be missing in a fork,
 # - an initialized device library, which no fork can use,
 # - a file next to the script that the script would import in place of a loaded module,
 # - a variable in the text of the script that libraries read while they are loaded.
+#
+# Script.find_fork_hazard() looks for the last one, and _find_fork_hazard() for the others.
 #
 # The server has the number of threads of the ranks in its environment, since libraries read the
 # number while they are loaded.
@@ -548,8 +550,9 @@ def _find_fork_hazard(path_entry: str) -> str:
         path_entry: the entry that the interpreter adds to ``sys.path`` for the script, or "".
     """
     if _count_threads() > 1:
-        # OpenBLAS starts threads when it is loaded, and ends them before any fork. So this fork,
-        # which does nothing, ends these threads. OpenBLAS starts them again when needed.
+        # OpenBLAS starts threads when it is loaded. When its process forks, it ends these threads,
+        # and starts them again when it needs them. So this fork, whose child ends at once, leaves
+        # only threads that would be missing in a later fork.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -558,7 +561,8 @@ def _find_fork_hazard(path_entry: str) -> str:
     if threads > 1:
         # A fork has only the thread that forks: the others would be missing in each rank.
         return f"the imports of torch and fabric have left {threads} threads, which no fork has"
-    device = base.initialized_backend("cpu")  # with "cpu", only CUDA and XPU are checked
+    # The argument names a device to check besides CUDA and XPU. "cpu" names none.
+    device = base.initialized_backend("cpu")
     if device is not None:
         return f"the imports of torch and fabric have initialized {device}"
     module = _find_shadowed_module(path_entry)

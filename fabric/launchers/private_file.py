@@ -22,6 +22,7 @@ class PrivateFile:
 
     def __init__(self, *, is_named: bool = False) -> None:
         """Open a new file."""
+        # Only Linux has a path in /proc for an open file.
         has_path_in_proc = sys.platform == "linux" and not is_named
         self._file = self._open_file(has_path_in_proc)
         if has_path_in_proc:

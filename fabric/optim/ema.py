@@ -149,7 +149,7 @@ class ExponentialMovingAverage(nn.Module):
         self._updates += 1
 
     def _update_averages(self) -> None:
-        """Move the averages toward the weights. There must have been an update before.
+        """Move the averages toward the weights. The first update has copied the weights before.
 
         Raises:
             ConfigurationError: the user's function returned a decay that is not in ``[0, 1]``.

@@ -59,10 +59,11 @@ class WeightSums:
         # Whether the last sum was valid: True, or a tensor on the CPU without dimensions. On CUDA,
         # the tensor can be read once the event below has been reached.
         self._is_last_sum_valid: Tensor | bool = True
-        # Recorded after this tensor's copy from the device to the CPU. An event of torch.cpu does
-        # nothing.
-        device_module = torch.cpu if self.reads_at_once else torch.get_device_module(runtime.device)
-        self._validity_copy_event = device_module.Event()
+        # An event of CUDA is recorded once the tensor above has been copied to the CPU. An event of
+        # torch.cpu does nothing.
+        self._validity_copy_event: Any = torch.cpu.Event()
+        if not self.reads_at_once:
+            self._validity_copy_event = torch.get_device_module(runtime.device).Event()
 
     def parse(self, weight: Any) -> LossWeight:
         """Return a loss weight as a number, or as a tensor if reading would wait for the device.

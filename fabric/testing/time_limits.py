@@ -18,11 +18,12 @@ class CallTimes:
     """How long the calls of each function have taken, and which functions have hung."""
 
     def __init__(self) -> None:
-        self._slowest_pass: dict[_FunctionKey, float] = {}  # seconds
+        # The seconds of the slowest call of each function that has passed.
+        self._slowest_passed_call: dict[_FunctionKey, float] = {}
         self._hung_functions: set[_FunctionKey] = set()
 
     def idle_timeout(self, fn: Callable[..., Any], timeout: float) -> float:
-        """Return after how many seconds a call counts as hanging if its ranks are idle.
+        """Return for how many seconds the ranks of a call may be idle before it counts as hanging.
 
         Args:
             fn: the function of the call.
@@ -31,13 +32,13 @@ class CallTimes:
         key = _key_of(fn)
         if key not in self._hung_functions:
             return timeout
-        idle_timeout = _IDLE_TIMEOUT_FACTOR * self._slowest_pass.get(key, 0.0)
+        idle_timeout = _IDLE_TIMEOUT_FACTOR * self._slowest_passed_call.get(key, 0.0)
         return min(timeout, max(idle_timeout, _SHORTEST_IDLE_TIMEOUT))
 
     def record_pass(self, fn: Callable[..., Any], seconds: float) -> None:
         """Record that a call has passed, and the seconds that it has taken."""
         key = _key_of(fn)
-        self._slowest_pass[key] = max(seconds, self._slowest_pass.get(key, 0.0))
+        self._slowest_passed_call[key] = max(seconds, self._slowest_passed_call.get(key, 0.0))
 
     def record_hang(self, fn: Callable[..., Any]) -> None:
         """Record that a call did not return in time."""

@@ -142,8 +142,9 @@ def _print_tested_versions() -> None:
     """Print the tested releases, and a note if the installed torch is newer than those."""
     for run in read_table():
         print(
-            f"tested on {run.date} with Python {run.python}, torch {run.torch}, {run.dependencies} "
-            f"packages: {run.passed} passed, {run.failed} failed, {run.skipped} skipped"
+            f"tested on {run.date} with Python {run.python}, torch {run.torch} and the "
+            f"{run.dependencies} packages: {run.passed} passed, {run.failed} failed, "
+            f"{run.skipped} skipped"
         )
     note = untested_torch()
     if note:

@@ -306,19 +306,19 @@ class _Job:
         if self.uses_foreach:
             for optimizer in optimizers:
                 _use_foreach(optimizer)
-        # With a scheduler, setup() returns a tuple even if there are no optimizers. The scheduler
-        # may be any object. Rank0Chunks only makes sharding faster.
+        # Rank0Chunks makes the sharding faster.
         with Rank0Chunks():
-            model, *_ = fabric.setup(model, *optimizers, scheduler="none")
+            # With a scheduler, setup() returns a tuple even if there are no optimizers. Any object
+            # serves as the scheduler, since setup() only returns it.
+            model, *_ = fabric.setup(model, *optimizers, scheduler="no scheduler")
         trace.set_kind([*model.parameters()], "parameters")
         trace.set_kind([*model.buffers()], "buffers")
         for optimizer in optimizers:
             optimizer.register_step_post_hook(trace.after_step)
         for index in range(_STEPS):
             trace.calls.clear()
-            # Forget the peak of the setup before step 0, and the peak of step 0 before step 1.
             if index <= _FIRST_STEP_OF_PEAK:
-                trace.peak = 0
+                trace.peak = 0  # forgets the peak of the setup or of an earlier step
             self.step(fabric, model, *optimizers)
         return tuple(layer_types)
 

@@ -607,14 +607,15 @@ class Fingerprint(SessionObserver):
             )
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
-        """Record parameters and optimizer state. The first optimizer also ends the loop's step.
+        """Record parameters and optimizer state. torch calls this after each optimizer step.
 
-        torch calls this method after each step of any optimizer.
+        A loop may have several optimizers. A step of the loop ends with the step of the optimizer
+        that has stepped first in the recording.
         """
         if self._stepping_optimizer_id != id(optimizer):
-            # _before_step() sets the id, but not for an optimizer that is not set up. In the outer
-            # step() of a subclass the id is None again: the inner step() of its base class has
-            # called this method already.
+            # The optimizer is not set up, so _before_step() has not set the id. Or step() of a
+            # subclass has called step() of its base class: then torch calls this method twice, and
+            # the first call has reset the id.
             return
         self._stepping_optimizer_id = None
         is_first = self._first_optimizer_id == id(optimizer)
