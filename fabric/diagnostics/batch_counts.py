@@ -117,8 +117,8 @@ class BatchCounts:
     def compare(self, count: BatchCount) -> bool:
         """Set ``may_differ`` if a neighbor has, or may have, another number of batches.
 
-        Neighbors that have not begun the iteration stay in ``count.uncompared_neighbors``, for the
-        next call.
+        The neighbors are the ranks before and after this one. Those that have not begun the
+        iteration stay in ``count.uncompared_neighbors``, for the next call.
 
         Args:
             count: the count of an iteration on this rank.

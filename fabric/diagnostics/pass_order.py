@@ -240,6 +240,8 @@ class PassOrder:
     def record(self, contract: GradientContract, kind: _Kind) -> None:
         """Record a pass before it runs, and compare it with the neighbors while passes are checked.
 
+        The neighbors are the ranks before and after this one.
+
         Args:
             contract: the contract of the model.
             kind: the kind of the pass.
@@ -269,6 +271,8 @@ class PassOrder:
 
     def check_after_pass(self, error: BaseException | None) -> None:
         """Compare the passes again, since a neighbor may have published another one in between.
+
+        Called after each recorded pass. The neighbors are the ranks before and after this one.
 
         Args:
             error: the error that ended the pass, or None. If a neighbor has raised, the pass ends

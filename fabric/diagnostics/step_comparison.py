@@ -110,6 +110,9 @@ class StepComparison:
     def check_step(self, step: Step, must_match_iteration: bool) -> None:
         """Publish a step, and raise if a neighbor will not take it.
 
+        The neighbors are the ranks before and after this one. This rank publishes before it reads,
+        as each neighbor does. So of two ranks that do not match, the one that reads last raises.
+
         Args:
             step: the step that this rank is about to take.
             must_match_iteration: whether neighbors must take the step in the same iteration over
@@ -137,6 +140,8 @@ class StepComparison:
     def check_end(self, end: End) -> None:
         """Publish the end of an iteration, and raise if a neighbor takes one more step.
 
+        The neighbors are the ranks before and after this one.
+
         Args:
             end: the end of the iteration on this rank.
 
@@ -163,8 +168,8 @@ class StepComparison:
     def _check_loops(self, step: Step, must_match_iteration: bool) -> None:
         """Raise if a neighbor takes the same step in a loop that does not match.
 
-        Two loops do not match if they run different kinds of passes, or if they are different
-        iterations over one shuffled loader.
+        The neighbors are the ranks before and after this one. Two loops do not match if they run
+        different kinds of passes, or if they are different iterations over one shuffled loader.
 
         Args:
             step: the step that this rank is about to take.
