@@ -907,11 +907,9 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     _detach_replicated_parameters(region)
     gradient_inputs: list[_Quantity] = []
-    for slot in parameter_slots(region.module):
+    for slot in _slots_with_gradient(region):
         tensor = _tensor_in_use(slot)
-        # A split parameter is a DTensor, and is left out.
-        if tensor.requires_grad and _is_plain_and_dense(tensor):
-            gradient_inputs.append(_parameter_quantity(region, slot.parameter, tensor))
+        gradient_inputs.append(_parameter_quantity(region, slot.parameter, tensor))
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.module, outputs):
         # Not region.module(...), which would run the hooks of the module. One of these hooks runs
@@ -927,29 +925,39 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     rowwise weights are zero.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
-    gradient_inputs: list[_Quantity] = []
-    # The parameters and buffers to compute with, by name.
+    full_parameters: dict[nn.Parameter, Tensor] = {}
+    for parameter in region.module.parameters():
+        full_parameters[parameter] = full_tensor(parameter.detach())
+    # The parameters and buffers to compute with, by name. A shared parameter has several names.
     tensors: dict[str, Tensor] = {}
-    # The full tensor of each parameter. All names of a parameter get the same tensor.
-    full_tensors: dict[nn.Parameter, Tensor] = {}
     for name, parameter in region.module.named_parameters(remove_duplicate=False):
-        if parameter not in full_tensors:
-            full_tensors[parameter] = full_tensor(parameter.detach())
-        tensors[name] = full_tensors[parameter]
-    for slot in parameter_slots(region.module):
-        tensor = _tensor_in_use(slot)
-        # The same parameters as in _compute_split().
-        if tensor.requires_grad and _is_plain_and_dense(tensor):
-            full = full_tensors[slot.parameter].requires_grad_()
-            gradient_inputs.append(_parameter_quantity(region, slot.parameter, full))
+        tensors[name] = full_parameters[parameter]
     for name, buffer in region.module.named_buffers():
         tensors[name] = buffer.detach().clone()
+    gradient_inputs: list[_Quantity] = []
+    for slot in _slots_with_gradient(region):
+        # In place, so that the tensor in `tensors` requires a gradient, too.
+        full_parameter = full_parameters[slot.parameter].requires_grad_()
+        gradient_inputs.append(_parameter_quantity(region, slot.parameter, full_parameter))
     weights = [tensors[f"{name}.weight"] for name in region.rowwise_layers]
     region.has_zero_weights = not any(weight.any() for weight in weights)
     outputs: list[_Quantity] = []
     with _recorded_outputs(region, region.whole, outputs):
         result = functional_call(region.whole, tensors, new_args, new_kwargs)
     return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
+
+
+def _slots_with_gradient(region: _Region) -> Iterator[ParameterSlot]:
+    """Yield the slots of the parameters whose gradients are compared.
+
+    A *slot* is a name under which a module holds a parameter. Both computations of a region go
+    through these slots, so that their gradients are in the same order. A split parameter is a
+    DTensor, and is left out.
+    """
+    for slot in parameter_slots(region.module):
+        tensor = _tensor_in_use(slot)
+        if tensor.requires_grad and _is_plain_and_dense(tensor):
+            yield slot
 
 
 def _detach_replicated_parameters(region: _Region) -> None:
