@@ -36,6 +36,20 @@ class StepFactors:
     next_divisor: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _UnreadSum:
+    """A sum of loss weights on CUDA that the CPU has not read yet.
+
+    Attributes:
+        is_valid: whether the sum was valid, a tensor on the CPU without dimensions.
+        is_copied: the event after the copy of ``is_valid`` from the device. Before the event,
+            ``is_valid`` has no value.
+    """
+
+    is_valid: Tensor
+    is_copied: Any
+
+
 class WeightSums:
     """Adds up the loss weights of all ranks, and checks that the sum is valid.
 
@@ -56,14 +70,8 @@ class WeightSums:
         self.reads_at_once = runtime.device.type != "cuda"
         self._communicator = runtime.communicator
         self._device = runtime.device
-        # Whether the last sum was valid: True, or a tensor on the CPU without dimensions. On CUDA,
-        # the tensor can be read once the event below has been reached.
-        self._is_last_sum_valid: Tensor | bool = True
-        # An event of CUDA is recorded once the tensor above has been copied to the CPU. An event of
-        # torch.cpu does nothing.
-        self._validity_copy_event: Any = torch.cpu.Event()
-        if not self.reads_at_once:
-            self._validity_copy_event = torch.get_device_module(runtime.device).Event()
+        # The sum of the last step. None if check_last_sum() has read it, or if it was read at once.
+        self._unread_sum: _UnreadSum | None = None
 
     def parse(self, weight: Any) -> LossWeight:
         """Return a loss weight as a number, or as a tensor if reading would wait for the device.
@@ -119,13 +127,17 @@ class WeightSums:
         self.check_last_sum()
         mean_weight = self._mean_over_ranks(weight)
         is_valid = (mean_weight > 0) & mean_weight.isfinite()
-        # On CUDA, this copy to the CPU does not wait for the device. check_last_sum() waits for the
-        # event, which has to be recorded after the copy has begun.
-        self._is_last_sum_valid = is_valid.to("cpu", non_blocking=True)
-        self._validity_copy_event.record()
         if self.reads_at_once:
-            # Without CUDA, reading does not wait, and the error is raised in this step.
-            self.check_last_sum()
+            self._raise_unless_valid(is_valid)
+        else:
+            # This copy to the CPU does not wait for the device. check_last_sum() waits for the
+            # event, which has to be recorded after the copy has begun.
+            unread_sum = _UnreadSum(
+                is_valid=is_valid.to("cpu", non_blocking=True),
+                is_copied=torch.get_device_module(self._device).Event(),
+            )
+            unread_sum.is_copied.record()
+            self._unread_sum = unread_sum
         # With n ranks, a gradient is now sum(gradients of losses) / (n * divisor). The factor
         # divisor / mean_weight makes it sum(gradients of losses) / sum(weights).
         return StepFactors(
@@ -139,10 +151,16 @@ class WeightSums:
         Called at the next step and before a save. Waits until the sum of the last step is known.
         The error is raised once.
         """
-        self._validity_copy_event.synchronize()
-        is_valid = bool(self._is_last_sum_valid)
-        # Reset, so that the next call does not raise the same error again.
-        self._is_last_sum_valid = True
+        unread_sum = self._unread_sum
+        if unread_sum is None:
+            return
+        # Before the check, so that the next call does not raise the same error again.
+        self._unread_sum = None
+        unread_sum.is_copied.synchronize()
+        self._raise_unless_valid(unread_sum.is_valid)
+
+    def _raise_unless_valid(self, is_valid: Tensor) -> None:
+        """Raise a UsageError if the loss weights of a step have no valid sum."""
         if not is_valid:
             raise UsageError(
                 f"an optimizer's step after weighted losses on rank {self._communicator.rank}",
