@@ -356,12 +356,14 @@ class ReplicaComparison:
             if sentences:
                 self._raise_drift(comparison.request, sentences, comparison.steps)
 
-    def finish(self, comparison: "TensorComparison", weighted_digest: int) -> None:
+    def compare_digests(self, comparison: "TensorComparison", weighted_digest: int) -> None:
         """Compare the digests of all ranks, at the end of a comparison. Collective.
 
+        ``comparison.finish()`` calls this method.
+
         Args:
-            comparison: the comparison, which :meth:`begin` has returned.
-            weighted_digest: the digest of this rank.
+            comparison: the comparison.
+            weighted_digest: the digest of this rank, of everything that is compared.
 
         Raises:
             ReplicaDriftError: replicas differ. All ranks raise it.
@@ -527,7 +529,7 @@ class TensorComparison:
             ReplicaDriftError: replicas differ. All ranks raise it.
         """
         assert self._digest is not None, "take_digest() comes first"
-        self.comparison.finish(self, self._digest)
+        self.comparison.compare_digests(self, self._digest)
 
 
 class _KnownParameter(NamedTuple):
