@@ -1096,13 +1096,8 @@ class SetupChecks:
         is_first_step = optimizer not in self._stepped_optimizers
         self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
-        was_set_up = optimizer in self._optimizers
-        if was_set_up:
-            request = _request(optimizer, self._store.rank)
-            if self._unscaled_loss_check is not None:
-                self._unscaled_loss_check.check(optimizer, request)
-            self._clipping_check.check(optimizer, request)
-            self.before_completion(optimizer)
+        if optimizer in self._optimizers:
+            self._check_incomplete_gradients(optimizer)
         else:
             # Raises if the strategy could not set the optimizer up.
             self._session.check_optimizers([optimizer])
@@ -1118,6 +1113,20 @@ class SetupChecks:
                 self._check_replicas_without_setup(optimizer, trained)
             else:
                 self._check_loaders(trained)
+
+    def _check_incomplete_gradients(self, optimizer: Optimizer) -> None:
+        """Check for gradients that were unscaled, clipped or read before they are complete.
+
+        The hooks that complete them run after this one.
+
+        Args:
+            optimizer: a set-up optimizer, before its step.
+        """
+        request = _request(optimizer, self._store.rank)
+        if self._unscaled_loss_check is not None:
+            self._unscaled_loss_check.check(optimizer, request)
+        self._clipping_check.check(optimizer, request)
+        self.before_completion(optimizer)
 
     def _check_parameters_in_use(self, optimizer: Optimizer, trained: list[Tensor]) -> None:
         """Raise if an optimizer has parameters that a model has replaced by others.
