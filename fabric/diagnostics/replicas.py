@@ -799,17 +799,18 @@ def _with_texts_of_buffers(replicas: Sequence[Replica]) -> list[Replica]:
 
     This reads the buffers.
     """
-    buffers: list[Tensor] = []
+    buffers: dict[str, Tensor] = {}
     for replica in replicas:
-        if replica.setup_digest is not None and isinstance(replica.value, Tensor):
-            buffers.append(replica.value)
-    # The loop below takes the digest of each buffer from this iterator, in the same order.
-    buffer_digests = iter(digests(buffers))
+        if replica.setup_digest is not None:
+            assert isinstance(replica.value, Tensor), "only buffers have a digest from their setup"
+            buffers[replica.key] = replica.value
+    # One call for all buffers, since each call waits for the device.
+    digests_by_key = dict(zip(buffers, digests(buffers.values()), strict=True))
     comparable: list[Replica] = []
     for replica in replicas:
         if replica.setup_digest is not None:
             text = "unchanged since setup"
-            if next(buffer_digests) != replica.setup_digest:
+            if digests_by_key[replica.key] != replica.setup_digest:
                 text = "changed"
             replica = replica._replace(value=text, setup_digest=None)
         comparable.append(replica)
