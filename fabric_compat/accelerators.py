@@ -21,6 +21,22 @@ def num_cuda_devices() -> int:
 __getattr__ = partial(missing, __name__)
 
 
+def _clear_cuda_memory() -> None:
+    CUDAAccelerator().release()
+
+
+def _parse_cpu_cores(cpu_cores: int | str) -> int:
+    """Return a number of processes on the CPU, given as a number or as its spelling.
+
+    Raises:
+        TypeError: it is not a number above 0.
+    """
+    text = str(cpu_cores).strip()
+    if not text.isdigit() or int(text) == 0:
+        raise TypeError(f"devices={cpu_cores!r} on the CPU: should be an int > 0, or its spelling")
+    return int(text)
+
+
 class _LightningAccelerator(Accelerator):
     """The methods of an accelerator that Lightning has. Scripts call them on the class."""
 

@@ -7,12 +7,12 @@ import os
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from fabric.errors import ConfigurationError
 from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import SkipRandomInit
 from fabric.world import available_cores
+from fabric_compat.accelerators import CUDAAccelerator, MPSAccelerator
 from fabric_compat.environments import rank_of_process
 from fabric_compat.missing import missing
 from fabric_compat.plugins import (
@@ -509,7 +510,93 @@ def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
     return [tensor.to(result.device) for tensor in tensors]
 
 
+def _init_dist_connection(
+    cluster_environment: ClusterEnvironment,
+    torch_distributed_backend: str,
+    global_rank: int | None = None,
+    world_size: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Start ``torch.distributed`` at the address of an environment, unless it has started.
+
+    Collective. The default ranks are those of the environment. Programs that start their own
+    processes call this function. ``Fabric`` does not.
+    """
+    if _distributed_is_initialized():
+        return
+    if global_rank is None:
+        global_rank = cluster_environment.global_rank()
+    if world_size is None:
+        world_size = cluster_environment.world_size()
+    dist.init_process_group(
+        torch_distributed_backend,
+        init_method=f"tcp://{cluster_environment.main_address}:{cluster_environment.main_port}",
+        rank=global_rank,
+        world_size=world_size,
+        **kwargs,
+    )
+
+
+# devices
+
+
+def _parse_gpu_ids(
+    gpus: int | str | Sequence[int] | None, include_cuda: bool = False, include_mps: bool = False
+) -> list[int] | None:
+    """Return the indices of the GPUs that ``gpus`` selects, or None if it selects none.
+
+    Args:
+        gpus: a number of GPUs, -1 for all, a list of indices, or the spelling of these as a string.
+        include_cuda: whether the GPUs are those of NVIDIA and AMD.
+        include_mps: whether the GPU is that of a Mac, if ``include_cuda`` is false.
+
+    Raises:
+        MisconfigurationException: there are not so many GPUs.
+        ValueError: no kind of GPU is included.
+    """
+    if gpus is None or str(gpus).strip() in ("0", "[]"):
+        return None
+    if include_cuda:
+        accelerator = CUDAAccelerator()
+    elif include_mps:
+        accelerator = MPSAccelerator()
+    else:
+        raise ValueError(f"_parse_gpu_ids({gpus!r}): include_cuda=True or include_mps=True")
+    return [device.index for device in accelerator.parse_devices(gpus)]
+
+
+def _determine_root_gpu_device(gpus: Sequence[Any] | None) -> Any:
+    """Return the first of the GPUs, or None if there are none."""
+    if gpus is None:
+        return None
+    return gpus[0]
+
+
 # models, optimizers, checkpoints
+
+
+class _DeviceDtypeModuleMixin(nn.Module):
+    """A module that knows its device and its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Moved and cast with the module, for a module without parameters.
+        self._empty_tensor = torch.empty(0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the module. ``to()`` and methods such as ``half()`` call this method."""
+        self._empty_tensor = fn(self._empty_tensor)
+        return super()._apply(fn, recurse)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters. Without parameters, the device of the last ``to()``."""
+        return next(self.parameters(), self._empty_tensor).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters. Without parameters, the dtype of the last ``to()``."""
+        return next(self.parameters(), self._empty_tensor).dtype
 
 
 def _optimizer_to_device(optimizer: Optimizer, device: _DEVICE) -> None:

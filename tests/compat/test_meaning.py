@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.distributed import ReduceOp
@@ -39,6 +40,7 @@ from fabric_compat.accelerators import (
     CUDAAccelerator,
     MPSAccelerator,
     XLAAccelerator,
+    _parse_cpu_cores,
     find_usable_cuda_devices,
 )
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
@@ -67,7 +69,11 @@ from fabric_compat.utilities import (
     MisconfigurationException,
     _atomic_save,
     _collect_rng_states,
+    _determine_root_gpu_device,
+    _DeviceDtypeModuleMixin,
+    _init_dist_connection,
     _move_state_into,
+    _parse_gpu_ids,
     _sanitize_callable_params,
     _set_rng_states,
     _set_sampler_epoch,
@@ -168,6 +174,55 @@ def test_usable_cuda_devices_are_found_or_an_error_says_why(monkeypatch: Any) ->
         assert find_usable_cuda_devices() == []
     with patch("torch.tensor"):
         assert find_usable_cuda_devices() == [0, 1]
+
+
+def test_gpus_are_parsed_as_fabric_parses_devices(monkeypatch: Any) -> None:
+    set_hardware(monkeypatch, gpus=4, has_mps=True)
+    gpus = {
+        0: None,
+        "0": None,
+        2: [0, 1],
+        -1: [0, 1, 2, 3],
+        "1, 3": [1, 3],
+        "2,": [2],
+        (3, 1): [3, 1],
+    }
+    for value, indices in gpus.items():
+        assert _parse_gpu_ids(value, include_cuda=True) == indices
+        assert _determine_root_gpu_device(indices) == (indices and indices[0])
+    assert _parse_gpu_ids([0], include_mps=True) == [0]
+    for value in (5, [4], [0, 0], 0.1, False):
+        with pytest.raises((TypeError, MisconfigurationException)):
+            _parse_gpu_ids(value, include_cuda=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="include_cuda=True or include_mps=True"):
+        _parse_gpu_ids(1)
+
+
+def test_a_number_of_processes_on_the_cpu_is_above_zero() -> None:
+    assert _parse_cpu_cores("3") == _parse_cpu_cores(3) == 3
+    for devices in (0, -1, [3], "auto"):
+        with pytest.raises(TypeError, match="should be an int > 0"):
+            _parse_cpu_cores(devices)  # type: ignore[arg-type]
+
+
+def test_a_module_of_lightning_knows_its_device_and_dtype() -> None:
+    module = _DeviceDtypeModuleMixin()
+    outer = nn.Sequential(module, nn.Linear(1, 1))
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
+    outer.to("meta").half()
+    assert (module.device, module.dtype) == (torch.device("meta"), torch.float16)
+    module.layer = nn.Linear(1, 1, dtype=torch.float64)
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float64)
+    assert list(module.state_dict()) == ["layer.weight", "layer.bias"]
+
+
+def test_torch_is_connected_at_the_address_of_an_environment() -> None:
+    try:
+        for _ in range(2):  # the second call does nothing
+            _init_dist_connection(LightningEnvironment(), "gloo", timeout=timedelta(seconds=60))
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def collectives(fabric: Fabric) -> Any:
