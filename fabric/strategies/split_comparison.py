@@ -370,8 +370,8 @@ class SplitComparison:
     def _after_forward(self, output: Any, error: BaseException | None) -> None:
         """Remove the hooks of the regions, and end the comparison once no region is left.
 
-        Called after each forward pass of the model. A region is a module with split layers. Hooks
-        of this pass have compared the regions that were called.
+        Called after each forward pass of the model, even if it raised. A region is a module with
+        split layers. Hooks of this pass have compared the regions that were called.
 
         Args:
             output: what the forward pass returned. Not used.
@@ -385,16 +385,30 @@ class SplitComparison:
         comparing_pass.cleanup.close()
         if error is not None and comparing_pass.note_for_error:
             error.add_note(comparing_pass.note_for_error)
-        new_regions: list[_Region] = []
         if error is None:
             self._has_compared = True  # for a pass that has called no region
+        if torch.is_grad_enabled():
+            self._num_passes += 1
+        self._regions_to_compare = self._regions_of_next_pass(error)
+        # Weights that stay zero must not make every pass of the job slower.
+        if not self._regions_to_compare or self._num_passes >= _MAX_PASSES:
+            self._regions_to_compare = []
+            self._hooks_of_model.before.remove(self._before_forward)
+            self._hooks_of_model.after.remove(self._after_forward)
+            self._hooks_of_model.is_needed_uncompiled.remove(self._is_pass_to_compare)
+
+    def _regions_of_next_pass(self, error: BaseException | None) -> list[_Region]:
+        """Return the regions that the next forward pass has to compare, after a pass has ended.
+
+        Args:
+            error: the error of the pass that has ended. None if it raised none.
+        """
+        new_regions: list[_Region] = []
+        if error is None:
             new_regions = self._regions_around_uncalled()
         if not torch.is_grad_enabled():
             # All regions stay, since a pass with gradients has to compare them.
-            self._regions_to_compare += new_regions
-            return
-        self._num_passes += 1
-        # The regions that the next pass compares again.
+            return [*self._regions_to_compare, *new_regions]
         remaining: list[_Region] = []
         for region in self._regions_to_compare:
             # An error has ended the pass before this region was compared, or is the error of its
@@ -403,13 +417,7 @@ class SplitComparison:
             # If weights are zero, the region is compared again once a step has changed them.
             if is_interrupted or region.has_zero_weights:
                 remaining.append(region)
-        self._regions_to_compare = [*new_regions, *remaining]
-        # Weights that stay zero must not make every pass of the job slower.
-        if not self._regions_to_compare or self._num_passes >= _MAX_PASSES:
-            self._regions_to_compare = []
-            self._hooks_of_model.before.remove(self._before_forward)
-            self._hooks_of_model.after.remove(self._after_forward)
-            self._hooks_of_model.is_needed_uncompiled.remove(self._is_pass_to_compare)
+        return [*new_regions, *remaining]
 
     def _regions_around_uncalled(self) -> list[_Region]:
         """Return new regions around regions that the last pass has not called.
