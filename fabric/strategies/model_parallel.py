@@ -481,12 +481,14 @@ class ModelParallelStrategy(FSDPStrategy):
         self._num_models += 1
         # From here on, ranks with the same batch draw the same random numbers.
         self._synchronize_rng()
-        # The model as it was before the split, to compare the outputs of the split model with.
+        # A copy of the model, to compare the outputs of the split model with. It is made first,
+        # since the steps below change the model.
         whole = None
         # Under torch's "fake" backend, as in a dry run, sums over ranks are meaningless.
         is_fake = get_backend(topology.tensor_parallel_mesh.get_group()) == "fake"
         if topology.tensor_parallel_size > 1 and not is_fake:
             whole = copy_without_values(root)
+        # Comes before _prepare_heads(), which divides the numbers of heads that the search checks.
         layers = self._find_layers_to_split(root)
         self._prepare_heads(root, layers)
         split = _Split(root, unsplit_layers=dict(layers))

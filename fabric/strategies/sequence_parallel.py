@@ -90,7 +90,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     ):
         torch.manual_seed(seed + communicator.rank)
         yield local_batch
-    if not attention.calls:
+    if attention.num_attentions == 0:
         raise UsageError(
             _BLOCK,
             problem="scaled_dot_product_attention was not called: each rank has used its own "
@@ -226,7 +226,8 @@ class _SequenceParallelAttention(TorchFunctionMode):
         self._lengths = lengths  # the number of tokens of each rank
         self._local_length = lengths[communicator.rank]
         self._total_length = sum(lengths)
-        self.calls = 0
+        # sequence_parallel() raises if no attention was computed in its block.
+        self.num_attentions = 0
         # torch.compile cannot put the collectives of attention into a graph.
         self._attend_outside_of_graphs = torch.compiler.disable(self._attend)
         # Otherwise torch.compile would make a graph of this method for each kind of operation that
@@ -280,7 +281,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
 
         The parameters and the result are those of ``scaled_dot_product_attention``.
         """
-        self.calls += 1
+        self.num_attentions += 1
         self._check_inputs(query, key, value, attn_mask)
         options["dropout_p"] = dropout_p
         # Heads are exchanged if possible. A mask may differ between heads and is not exchanged.

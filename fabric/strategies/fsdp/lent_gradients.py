@@ -229,6 +229,8 @@ class LentGradients:
             lent = _LentGradient(
                 shard=parameter,
                 gathered=gathered,
+                # What backward passes without synchronization have left here. take_back() puts it
+                # back.
                 unreduced_grad=gathered.grad,
                 grad_dtype=gathered.grad_dtype,
                 grad=grad,
