@@ -471,8 +471,9 @@ class CollectiveChecker:
     def _describe_cycle(self, cycle: Sequence[int]) -> str:
         """Return the calls of ranks that wait for each other, as the lines of an error.
 
-        If there is an odd call, see :func:`ranks_of_odd_call`, the lines have the calls of all
-        waiting ranks, and name the odd rank. Otherwise, they have the calls of the cycle.
+        A call is *odd* if fewer ranks wait in it than in every other call. If there is an odd call,
+        the lines have the calls of all waiting ranks, and name the odd ranks. Otherwise, they have
+        the calls of the cycle.
 
         The other ranks give the odd rank time to raise first. The launcher shows the first error,
         and the mistake is probably on the odd rank.

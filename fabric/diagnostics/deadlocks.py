@@ -116,9 +116,9 @@ def describe_ranks_by_call(ranks_by_call: Mapping[str, list[int]]) -> list[str]:
 
 
 def odd_ranks(states: Mapping[int, RankState], deadlocked: Collection[int]) -> list[int]:
-    """Return the deadlocked ranks in the call that differs from the others.
+    """Return the deadlocked ranks in the call in which the fewest ranks wait.
 
-    See :func:`ranks_of_odd_call` for which call that is.
+    The list is empty if several calls have the fewest ranks.
 
     Args:
         states: the states of all ranks, by rank.

@@ -222,8 +222,9 @@ class DDPStrategy(ParallelStrategy):
             if self.ddp_comm_wrapper is not None:
                 hook = self.ddp_comm_wrapper(hook)
             wrapper.register_comm_hook(self._unpickled_hook_state(), hook)
-        # The group must be freed after the wrapper's reducer, see _GroupReference. Python frees the
-        # attributes of an object in the order in which they were set, so this one is set last.
+        # The process group must be freed after the wrapper's reducer: freeing a gloo group from
+        # within the reducer may deadlock. Python frees the attributes of an object in the order in
+        # which they were set, so this one is set last.
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
         self._names_by_wrapper[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper

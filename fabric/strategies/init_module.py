@@ -223,7 +223,8 @@ def registered_on_meta(parameter_class: type[nn.Parameter]) -> Iterator[None]:
 class SkipRandomInit(TorchFunctionMode):
     """A mode in which random functions of ``torch.nn.init`` fill tensors with NaN.
 
-    These are the functions that a mode can intercept, see :func:`created_on`.
+    These are the functions that a mode can intercept: ``uniform_``, ``normal_`` and
+    ``kaiming_uniform_``, which the common layers use.
     """
 
     def __torch_function__(

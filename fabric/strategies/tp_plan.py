@@ -1011,7 +1011,7 @@ class PartRandomStreams:
             for generator, state in zip(self._generators, saved.before_seed, strict=True):
                 generator.set_state(state)
             if has_drawn:
-                # From now on, compiled code has to seed its parts, too. See _start_part().
+                # From now on, _start_part() seeds the parts of compiled code, too.
                 self._parts_draw_numbers = True
                 # The same draw as in _seed(), so that the next part gets another seed.
                 _draw_seed()

@@ -117,7 +117,7 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
             - A function of a module: the modules for which the function is true are FSDP modules.
             - A function with a parameter ``recurse``, as in torch's first FSDP. It is called as
               ``policy(module=..., recurse=..., nonwrapped_numel=...)``.
-            - None: the repeated blocks, see :func:`_repeated_blocks`.
+            - None: the repeated blocks, such as the layers of a transformer.
 
     Raises:
         ConfigurationError: the policy chooses no module, or a parameter would belong to several
@@ -273,7 +273,10 @@ def _modules_of_repeated_classes(root: nn.Module, candidates: set[nn.Module]) ->
 
 
 def _without_shared_parameters(root: nn.Module, fsdp_modules: list[nn.Module]) -> list[nn.Module]:
-    """Leave out FSDP modules until each parameter has one owner, see :func:`owners_by_name`.
+    """Leave out FSDP modules until each parameter has one owner.
+
+    The owner of a parameter is the innermost FSDP module around it, or the root. A parameter that
+    modules share may have several owners, which FSDP2 does not support.
 
     Returns:
         The remaining FSDP modules, in the same order.
@@ -294,7 +297,7 @@ def _parameters_with_several_owners(
 ) -> list[dict[str, nn.Module]]:
     """Return the dict ``{name: owner}`` of each parameter that would have several owners.
 
-    The owner is an FSDP module or the root, see :func:`owners_by_name`.
+    The owner is the innermost FSDP module around this name of the parameter, or the root.
     """
     shared: list[dict[str, nn.Module]] = []
     for owner_by_name in owners_by_name(root, fsdp_modules).values():
