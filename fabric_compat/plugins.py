@@ -572,16 +572,24 @@ class TorchCollective(Collective):
     def setup(self, main_address: str | None = None, main_port: Any = None, **kwargs: Any) -> Self:
         """Start ``torch.distributed``, unless it has started.
 
+        The variables ``MASTER_ADDR`` and ``MASTER_PORT`` are the same afterwards, so that a later
+        job does not find the address of this one.
+
         Args:
             main_address: The address of rank 0, unless ``MASTER_ADDR`` is set.
             main_port: The port of rank 0, unless ``MASTER_PORT`` is set.
             **kwargs: The arguments of ``init_process_group``.
         """
-        has_init_method = "init_method" in kwargs
-        if main_address is not None and main_port is not None and not has_init_method:
-            os.environ.setdefault("MASTER_ADDR", main_address)
-            os.environ.setdefault("MASTER_PORT", str(main_port))
-        return super().setup(**kwargs)
+        added_names: list[str] = []
+        for name, value in (("MASTER_ADDR", main_address), ("MASTER_PORT", main_port)):
+            if value is not None and name not in os.environ:
+                os.environ[name] = str(value)
+                added_names.append(name)
+        try:
+            return super().setup(**kwargs)
+        finally:
+            for name in added_names:
+                del os.environ[name]
 
     @staticmethod
     def _convert_to_native_op(op: Any) -> Any:

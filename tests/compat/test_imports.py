@@ -202,6 +202,18 @@ def test_importing_fabric_or_the_package_changes_no_import(
     assert capfd.readouterr().out == "False\n[]\n"
 
 
+def test_cuda_is_looked_for_without_starting_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    code = (
+        "import os, fabric_compat.installed, lightning.fabric\n"
+        "print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
+    )
+    run(code)
+    assert capfd.readouterr().out == "1\n"
+
+
 def test_it_has_to_be_installed_before_lightning_is_imported(tmp_path: Path) -> None:
     (tmp_path / "lightning.py").touch()
     code = (

@@ -260,6 +260,21 @@ def means(fabric: Fabric) -> Any:
     )
 
 
+def test_a_collective_leaves_the_variables_of_the_address_alone(monkeypatch: Any) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "5")
+    addresses: list[Any] = []
+
+    def init_process_group(**_: Any) -> None:
+        addresses.append((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
+
+    with patch("torch.distributed.init_process_group", init_process_group):
+        TorchCollective().setup(main_address="host", main_port=6)
+    assert addresses == [("host", "5")]
+    assert "MASTER_ADDR" not in os.environ
+    assert os.environ["MASTER_PORT"] == "5"
+
+
 def test_a_collective_calls_the_function_that_torch_has_at_that_time() -> None:
     tensor = torch.ones(1)
     collective = TorchCollective()
