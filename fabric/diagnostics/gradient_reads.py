@@ -42,12 +42,21 @@ def code_positions(frame: FrameType | None) -> list[CodePosition]:
     The positions hold no frames, and so keep no variables alive.
     """
     positions: list[CodePosition] = []
+    for user_frame in _user_frames(frame):
+        # f_lasti is the offset of the instruction that runs now: the call of the next function.
+        positions.append(CodePosition(user_frame.f_code, user_frame.f_lasti))
+    return positions
+
+
+def _user_frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the user's code among a frame and its callers, outermost first."""
+    frames: list[FrameType] = []
     while frame is not None:
         if is_user_code(frame):
-            positions.append(CodePosition(frame.f_code, frame.f_lasti))
+            frames.append(frame)
         frame = frame.f_back
-    positions.reverse()
-    return positions
+    frames.reverse()
+    return frames
 
 
 class _Segment(NamedTuple):
@@ -115,19 +124,8 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
         start: the :func:`code_positions` of the first call.
         frame: the innermost frame of the second call.
     """
-    end_frames: list[FrameType] = []
-    while frame is not None:
-        if is_user_code(frame):
-            end_frames.append(frame)
-        frame = frame.f_back
-    end_frames.reverse()
-    # The number of functions that make both calls, themselves or through other functions. They come
-    # first in both lists, which may differ in length.
-    num_common = 0
-    for position, end_frame in zip(start, end_frames, strict=False):
-        if position.code is not end_frame.f_code:
-            break
-        num_common += 1
+    end_frames = _user_frames(frame)
+    num_common = _num_common_functions(start, end_frames)
     if num_common == 0:
         return
     # The functions that have made only the first call: what comes after it. Their frames are gone,
@@ -135,14 +133,17 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
     for position in start[num_common:]:
         offsets = range(position.offset + 1, len(position.code.co_code))
         yield from _segments_in(position.code, offsets, values_by_name={}, follows_functions=False)
-    inner_frames = end_frames[num_common:]
-    inner_code = {inner_frame.f_code for inner_frame in inner_frames}
-    # The innermost function that makes both calls, and the functions that make only the second one:
-    # what comes before it.
+    # The innermost function that makes both calls: what is between them.
+    common_frame = end_frames[num_common - 1]
     begin = start[num_common - 1].offset + 1
-    for end_frame in (end_frames[num_common - 1], *inner_frames):
+    offsets_of_frames = [(common_frame, range(begin, common_frame.f_lasti))]
+    # The functions that make only the second call: what comes before it.
+    inner_frames = end_frames[num_common:]
+    for inner_frame in inner_frames:
+        offsets_of_frames.append((inner_frame, range(inner_frame.f_lasti)))
+    inner_code = {inner_frame.f_code for inner_frame in inner_frames}
+    for end_frame, offsets in offsets_of_frames:
         values_by_name = {**end_frame.f_globals, **frame_locals(end_frame)}
-        offsets = range(begin, end_frame.f_lasti)
         for segment in _segments_in(
             end_frame.f_code, offsets, values_by_name, follows_functions=True
         ):
@@ -151,7 +152,23 @@ def _segments_between(start: Sequence[CodePosition], frame: FrameType | None) ->
             # before the call has run, and a later round of this loop yields it.
             if not is_inner_function:
                 yield segment
-        begin = 0  # the functions that make only the second call have run from their beginning
+
+
+def _num_common_functions(start: Sequence[CodePosition], end_frames: Sequence[FrameType]) -> int:
+    """Return the number of functions that make two calls, themselves or through other functions.
+
+    These functions come first in both lists, which may differ in length.
+
+    Args:
+        start: the :func:`code_positions` of the first call.
+        end_frames: the frames of the user's code in the second call, outermost first.
+    """
+    num_common = 0
+    for position, end_frame in zip(start, end_frames, strict=False):
+        if position.code is not end_frame.f_code:
+            break
+        num_common += 1
+    return num_common
 
 
 def _segments_in(
