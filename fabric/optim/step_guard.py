@@ -115,6 +115,18 @@ class _LossSpikes:
         return None
 
 
+class _EndOfStep(NamedTuple):
+    """Where an optimizer step has ended in a loop over a loader.
+
+    Attributes:
+        position: the position of the loop. Each loop has a position object of its own.
+        num_batches: how many batches the user had received in the loop by then.
+    """
+
+    position: EpochPosition
+    num_batches: int
+
+
 class _SamplesOfStep:
     """Finds the samples that this rank has received since the last optimizer step.
 
@@ -124,30 +136,30 @@ class _SamplesOfStep:
 
     def __init__(self, active_loops: Sequence[ActiveLoop]) -> None:
         self._active_loops = active_loops
-        # The position of the loop in which the last step ended. None if it ended outside of loops.
-        self._position_of_last_step: EpochPosition | None = None
-        # How many batches the user had received in that loop by the end of the last step.
-        self._num_batches_at_last_step = 0
+        # None if the last step ended outside of loops, and before the first step.
+        self._last_end: _EndOfStep | None = None
 
     def epoch_and_samples(self) -> tuple[int | None, _Samples]:
-        """Return the epoch and the samples of this step. None stands for what is not known."""
+        """Return the epoch and the samples of this step. None stands for what is not known.
+
+        Call this method before :meth:`end_step`.
+        """
         loop = self._latest_loop()
         if loop is None:
             return None, None
         first_batch = 0
-        # The last step ended in this loop: each loop has a position object of its own.
-        if loop.position is self._position_of_last_step:
-            first_batch = self._num_batches_at_last_step
+        last_end = self._last_end
+        if last_end is not None and last_end.position is loop.position:
+            first_batch = last_end.num_batches
         batches = range(first_batch, loop.position.received_batches)
         return loop.position.epoch, loop.spec.samples_of_batches(loop.position, batches)
 
     def end_step(self) -> None:
         """Count the batches that are received from now on as those of the next step."""
         loop = self._latest_loop()
-        self._position_of_last_step = None
+        self._last_end = None
         if loop is not None:
-            self._position_of_last_step = loop.position
-            self._num_batches_at_last_step = loop.position.received_batches
+            self._last_end = _EndOfStep(loop.position, loop.position.received_batches)
 
     def _latest_loop(self) -> ActiveLoop | None:
         """Return the loop that has yielded a batch last, or None."""
