@@ -1,6 +1,6 @@
 """What the details of replicas that differ say: which ranks agree, and what may have happened."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -155,9 +155,8 @@ def describe_drift(ranks: Sequence[RankDetails], *, may_shard_states: bool) -> l
     if not differences:
         return []
     first = differences[0]
-    sentences = [f"{first.details.name} differs: {_describe_groups(first)}"]
-    sentences.extend(_explain(ranks, differences))
-    return sentences
+    description = f"{first.details.name} differs: {_describe_groups(first)}"
+    return [description, *_explain(ranks, differences)]
 
 
 def _find_differences(ranks: Sequence[RankDetails]) -> list[_Difference]:
@@ -248,8 +247,8 @@ def _describe_groups(difference: _Difference) -> str:
     return "; ".join(texts)
 
 
-def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -> Iterator[str]:
-    """Yield sentences about what may have happened, as far as the details show it.
+def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -> list[str]:
+    """Return sentences about what may have happened, as far as the details show it.
 
     Different numbers of steps or different options explain different tensors. So the tensors are
     explained only if the steps and options are equal.
@@ -259,37 +258,41 @@ def _explain(ranks: Sequence[RankDetails], differences: Sequence[_Difference]) -
         differences: the replicas that differ. The text before these sentences has described the
             first of them.
     """
-    if differences[0].details.kind is Kind.PASSES:
-        yield (
+    described = differences[0]
+    if described.details.kind is Kind.PASSES:
+        return [
             "torch's collectives of different models have met, and the models have got the "
             "gradients or weights of each other"
-        )
-        return
+        ]
     steps = {rank: str(details.steps) for rank, details in enumerate(ranks)}
     if len(set(steps.values())) > 1:
-        yield f"the number of optimizer steps since then differs: {_describe_values(steps)}"
-        return
-    uses = _differences_of_kind(differences, Kind.USES)
+        return [f"the number of optimizer steps since then differs: {_describe_values(steps)}"]
+    uses = _differences_of_kinds(differences, {Kind.USES})
     if uses:
-        is_described = uses[0] is differences[0]
-        if not is_described:
-            yield f"{uses[0].details.name} differs: {_describe_values(uses[0].values)}"
-        yield (
+        # One of them is enough.
+        sentences = _describe_others(uses[:1], described)
+        sentences.append(
             "the ranks have used different blocks or parameters of a sharded model, and FSDP has "
             f"mixed up their values or gradients (write: {CALL_EVERY_BLOCK})"
         )
-        return
-    has_different_option = False
+        return sentences
+    options = _differences_of_kinds(differences, {Kind.OPTION, Kind.LOSS_SCALE})
+    if options:
+        return _describe_others(options, described)
+    explanation = _explain_tensors(differences, has_state=ranks[0].has_state)
+    if not explanation:
+        return []
+    return [explanation]
+
+
+def _describe_others(differences: Sequence[_Difference], described: _Difference) -> list[str]:
+    """Return a sentence for each difference but the one that is described already."""
+    sentences: list[str] = []
     for difference in differences:
-        if difference.details.kind in (Kind.OPTION, Kind.LOSS_SCALE):
-            has_different_option = True
-            is_described = difference is differences[0]
-            if not is_described:
-                yield f"{difference.details.name} differs: {_describe_values(difference.values)}"
-    if not has_different_option:
-        explanation = _explain_tensors(differences, has_state=ranks[0].has_state)
-        if explanation:
-            yield explanation
+        if difference is not described:
+            values = _describe_values(difference.values)
+            sentences.append(f"{difference.details.name} differs: {values}")
+    return sentences
 
 
 def _explain_tensors(differences: Sequence[_Difference], *, has_state: bool) -> str:
@@ -299,8 +302,8 @@ def _explain_tensors(differences: Sequence[_Difference], *, has_state: bool) -> 
         differences: the replicas that differ. No options are among them.
         has_state: whether any optimizer has a state.
     """
-    parameters = _differences_of_kind(differences, Kind.PARAMETER)
-    states = _differences_of_kind(differences, Kind.STATE)
+    parameters = _differences_of_kinds(differences, {Kind.PARAMETER})
+    states = _differences_of_kinds(differences, {Kind.STATE})
     if any(difference.is_missing for difference in states):
         return (
             "only some ranks have the state of the optimizer: it was loaded on these ranks alone, "
@@ -340,8 +343,10 @@ def _explain_tensors(differences: Sequence[_Difference], *, has_state: bool) -> 
     return ""
 
 
-def _differences_of_kind(differences: Sequence[_Difference], kind: Kind) -> list[_Difference]:
-    return [difference for difference in differences if difference.details.kind is kind]
+def _differences_of_kinds(
+    differences: Sequence[_Difference], kinds: Collection[Kind]
+) -> list[_Difference]:
+    return [difference for difference in differences if difference.details.kind in kinds]
 
 
 def _describe_values(values: Mapping[int, str]) -> str:
