@@ -108,6 +108,7 @@ class AgreeingCollectives(DispatchMode):
         """
         key = f"{self._name}/{self._num_actions}"
         self._num_actions += 1
+        # Only the details may have line breaks.
         message = f"{self._store.rank}\n{action}\n{details}"
         # Returns the message of the first rank that has set the key, or else this message.
         first_message = self._store.set_if_absent(key, message.encode())

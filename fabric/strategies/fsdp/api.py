@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -97,51 +97,67 @@ _FIRST_FSDP_OPTIONS = {
     ),
 }
 
+
+class _Explanation(NamedTuple):
+    """An explanation of an error of torch.
+
+    Attributes:
+        problem: what is wrong.
+        suggestion: what to write instead.
+    """
+
+    problem: str
+    suggestion: str
+
+
 # The error of torch's functions for lists of tensors, where only some layers are split.
 _MIXED_LISTS = r"(_foreach_|_fused_)\S* got mixed torch.Tensor and DTensor"
-_EXPLANATION_OF_MIXED_LISTS = (
+_EXPLANATION_OF_MIXED_LISTS = _Explanation(
     "a function of torch for lists of tensors takes shards or whole tensors, and not both",
     "fabric.clip_gradients(model, optimizer, max_norm=1.0) for clip_grad_norm_, or clip_val=1.0 "
     "for clip_grad_value_; an optimizer without foreach=True and fused=True",
 )
-# The problem behind other errors of torch, and a suggestion, by a pattern of the error's text.
+# The explanations of other errors of torch, by a pattern of the text of the error.
 _EXPLANATION_BY_PATTERN = {
-    "got mixed torch.Tensor and DTensor": (
+    "got mixed torch.Tensor and DTensor": _Explanation(
         "a weight is used where this rank has its shard only, outside of the forward pass of its "
         "FSDP module",
         "weight.full_tensor() for this use, before model(batch) for a penalty on all weights; "
         "torch.zeros(..., device=x.device) for weight.new_zeros(...), which makes a shard, too; "
         "fabric.backward(loss) and parameter.grad for a step by hand, and not torch.autograd.grad",
     ),
-    "appears to not have been used in the graph": (
+    "appears to not have been used in the graph": _Explanation(
         "outside of its forward passes, the parameters of a sharded model are shards, and a loss "
         "is computed from the weights that a forward pass has gathered",
         "fabric.backward(loss), and then parameter.grad, for torch.autograd.grad(loss, parameters)",
     ),
-    r"Cannot flatten unevenly|\.(numpy|tolist)\(\) is not supported for tensor subclasses": (
+    (
+        r"Cannot flatten unevenly|"
+        r"\.(numpy|tolist)\(\) is not supported for tensor subclasses"
+    ): _Explanation(
         "a weight is read where this rank has its shard only",
         "fabric.get_state_dict(model)[name] on every rank, for the whole weight",
     ),
-    "on inputs with different meshes": (
+    "on inputs with different meshes": _Explanation(
         "a layer that is split is called outside of the forward pass of its FSDP module, where a "
         "rank has a shard of the layer's weight",
         "block(x) for block.up(x), in a forward of the block; or "
         "ModelParallelStrategy(auto_wrap_policy={Model}), with the class whose forward calls the "
         "layer",
     ),
-    "out of bounds for storage of size 0": (
+    "out of bounds for storage of size 0": _Explanation(
         "a second derivative, or a change in place of what an FSDP module returned, needs weights "
         "that have been freed",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
-    r"FSDP does not support deepcopy|cannot pickle 'torch\._C\._distributed_c10d": (
+    r"FSDP does not support deepcopy|cannot pickle 'torch\._C\._distributed_c10d": _Explanation(
         "a copy of shards is not a model",
         "fabric.ema(model) for averages; fabric.save for copies",
     ),
     (
         "'Sparse|sparse tensors|placement changes|a sharding strategy|unevenly sharded|"
         "requires redistribution"
-    ): (
+    ): _Explanation(
         "torch shards dense gradients, and steps that are the same for each element: it has no "
         "operation for shards here",
         'torch.optim.AdamW, or strategy="ddp"',
@@ -149,7 +165,7 @@ _EXPLANATION_BY_PATTERN = {
 }
 # Words in the errors of torch for operations on parameters of which a rank has a shard only.
 _SHARD_WORDS = r"(?i)DTensor|shard|redistribut|tensor subclass"
-_EXPLANATION_OF_WHOLE_GRADIENTS = (
+_EXPLANATION_OF_WHOLE_GRADIENTS = _Explanation(
     "parameter.grad has the gradient of a whole parameter, as torch.autograd.grad returns it, and "
     "the parameter is this rank's shard",
     "fabric.backward(loss), which also averages over the ranks, for torch.autograd.grad(loss, "
@@ -365,8 +381,7 @@ class FSDPStrategy(ParallelStrategy):
         explanation = _find_explanation(exception)
         if explanation is None:
             return
-        problem, suggestion = explanation
-        note = str(FabricError(problem, suggestion=suggestion))
+        note = str(FabricError(explanation.problem, suggestion=explanation.suggestion))
         # This method may be called several times for one exception.
         if note not in getattr(exception, "__notes__", ()):
             exception.add_note(note)
@@ -909,7 +924,7 @@ def _rng_state() -> bytes:
     return bytes(torch.get_rng_state().tolist())
 
 
-def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
+def _find_explanation(exception: BaseException) -> _Explanation | None:
     """Return the problem behind an error of torch, and what to write instead. None if unknown."""
     text = str(exception)
     # Comes first: the more general patterns below would match this error, too.
@@ -921,7 +936,7 @@ def _find_explanation(exception: BaseException) -> tuple[str, str] | None:
             return _EXPLANATION_OF_WHOLE_GRADIENTS
         step = f"{type(optimizer).__name__}.step()"
         problem = f"{step} uses an operation that torch does not have for shards"
-        return problem, _SUGGESTION_OF_OTHER_OPTIMIZER
+        return _Explanation(problem, _SUGGESTION_OF_OTHER_OPTIMIZER)
     for pattern, explanation in _EXPLANATION_BY_PATTERN.items():
         if re.search(pattern, text):
             return explanation

@@ -747,6 +747,7 @@ def _replace_original(original: nn.Parameter, replacement: nn.Parameter) -> None
         original: the user's parameter.
         replacement: the sharded or replicated parameter, which is in the module already.
     """
+    # Before set_shard_of(), which adds an attribute that only the original must have.
     _share_attributes(original, replacement)
     share_accumulation_hooks(original, replacement)
     set_shard_of(original, replacement)
