@@ -87,6 +87,17 @@ class EmbeddingTable(nn.Linear):
         return nn.functional.embedding(index, self.weight, sparse=True)
 
 
+class OwnerOfOptimizer(nn.Module):
+    """A module that calls the step of its optimizer, as modules of other libraries do."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def train_step(self) -> None:
+        self.optimizer.step()
+
+
 def torch_errors(fabric: Fabric) -> dict[str, str]:
     module = Tower()
     model = fabric.setup(module)
@@ -114,14 +125,17 @@ def torch_errors(fabric: Fabric) -> dict[str, str]:
         shards = list(model.parameters())
         torch.autograd.grad(model(X).sum(), shards)
 
-    def step_with_whole_gradients() -> None:
+    def step_with_whole_gradients(*, is_in_module: bool = False) -> None:
         layer = nn.Linear(4, 4)
         prepared, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
         loss = prepared(torch.ones(2, 4)).sum()
         gradients = torch.autograd.grad(loss, list(prepared.parameters()))
         for parameter, gradient in zip(prepared.parameters(), gradients, strict=True):
             parameter.grad = gradient
-        optimizer.step()
+        if is_in_module:
+            OwnerOfOptimizer(optimizer).train_step()
+        else:
+            optimizer.step()
 
     return {
         "add_weight_to_output": outcome(add_weight_to_output),
@@ -129,6 +143,9 @@ def torch_errors(fabric: Fabric) -> dict[str, str]:
         "sparse": outcome(sparse),
         "gradients_of_shards": outcome(partial(explained, fabric, gradients_of_shards)),
         "step_with_whole_gradients": outcome(partial(explained, fabric, step_with_whole_gradients)),
+        "step_in_module": outcome(
+            partial(explained, fabric, partial(step_with_whole_gradients, is_in_module=True))
+        ),
     }
 
 
@@ -148,9 +165,10 @@ def test_errors_of_torch_about_sharded_tensors_are_explained() -> None:
         assert 'strategy="ddp" for a loss of gradients' in texts["second_derivative"]
         assert "dense gradients" in texts["sparse"]
         assert "the parameters of a sharded model are shards" in texts["gradients_of_shards"]
-        text = texts["step_with_whole_gradients"]
-        assert "parameter.grad has the gradient of a whole parameter" in text
-        assert "fabric.backward(loss), which also averages over the ranks" in text
+        for name in ("step_with_whole_gradients", "step_in_module"):
+            text = texts[name]
+            assert "parameter.grad has the gradient of a whole parameter" in text
+            assert "fabric.backward(loss), which also averages over the ranks" in text
         for text in texts.values():
             assert text.count("Write:") == 1
 

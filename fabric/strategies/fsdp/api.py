@@ -955,8 +955,8 @@ def _has_whole_gradients(optimizer: Optimizer) -> bool:
 def _optimizer_that_raised(exception: BaseException) -> Optimizer | None:
     """Return the optimizer whose ``step`` raised an exception.
 
-    Returns None if the exception comes from elsewhere, such as from a module that the closure of a
-    step calls.
+    Of the running methods of optimizers and modules, the innermost one counts. Returns None if it
+    is a method of a module, as in the closure of a step.
     """
     optimizer: Optimizer | None = None
     for frame, _ in walk_tb(exception.__traceback__):  # from the outermost call to the innermost
@@ -967,5 +967,6 @@ def _optimizer_that_raised(exception: BaseException) -> Optimizer | None:
         if isinstance(owner, Optimizer) and frame.f_code.co_name == "step":
             optimizer = owner
         elif isinstance(owner, nn.Module):
-            return None
+            # The closure of a step has called this module. Or the module will call the step.
+            optimizer = None
     return optimizer
