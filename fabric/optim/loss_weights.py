@@ -63,22 +63,57 @@ class _Mark(Enum):
 
 
 @dataclass
+class _RecordedGradients:
+    """What is recorded of an optimizer's gradients after its last weighted backward pass.
+
+    Without arguments, no backward pass was recorded.
+
+    Attributes:
+        had_any: whether there were gradients.
+        fingerprint: see ``gradient_fingerprint``. Of the gradients as :meth:`notice_change` has
+            seen them last.
+        versions: see ``gradient_versions``. Empty if each gradient has elements on this rank.
+    """
+
+    had_any: bool = False
+    fingerprint: object = None
+    versions: dict[Tensor, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "_RecordedGradients":
+        """Mark the gradients of an optimizer as computed, and record them."""
+        had_any = mark_first_gradient(optimizer)
+        return cls(had_any, gradient_fingerprint(optimizer), _versions_if_any_is_empty(optimizer))
+
+    def notice_change(self, optimizer: Optimizer) -> bool:
+        """Return whether a gradient has changed since the backward pass or the latest call.
+
+        A gradient has changed if it is another tensor, or was changed in place. Changes through
+        ``grad.data`` are not seen. Does not wait for the device.
+        """
+        fingerprint = gradient_fingerprint(optimizer)
+        has_changed = fingerprint != self.fingerprint
+        self.fingerprint = fingerprint
+        if self.versions:
+            # Some gradients have no elements on this rank. The first one, from which the
+            # fingerprint is, may be one of them.
+            versions = gradient_versions(parameters_of(optimizer))
+            has_changed = has_changed or versions != self.versions
+        return has_changed
+
+
+@dataclass
 class _OptimizerState:
     """The state of an optimizer that has had gradients of weighted losses.
 
     Attributes:
         window: the optimizer's window, or a mark in place of a window. None after a step.
-        fingerprint: see ``gradient_fingerprint``, of the gradients after the last backward pass.
-        had_weighted_gradients: whether there were gradients after the last weighted backward pass.
-        gradient_versions: see ``gradient_versions``, of the gradients after the last backward pass.
-            Empty if each of them has elements on this rank.
+        recorded: what is recorded of the gradients after the last weighted backward pass.
         divisor: the divisor of the optimizer's next window. None before the first step.
     """
 
     window: _Window | _Mark | None = None
-    fingerprint: object = None
-    had_weighted_gradients: bool = False
-    gradient_versions: dict[Tensor, object] = field(default_factory=dict)
+    recorded: _RecordedGradients = field(default_factory=_RecordedGradients)
     divisor: Tensor | None = None
 
 
@@ -367,18 +402,10 @@ class LossWeights:
             window = state.window
             if window is None:
                 continue
-            fingerprint = gradient_fingerprint(optimizer)
-            has_changed = fingerprint != state.fingerprint
-            if state.gradient_versions:
-                # Some gradients have no elements on this rank. The first one, from which the
-                # fingerprint is, may be one of them.
-                versions = gradient_versions(parameters_of(optimizer))
-                has_changed = has_changed or versions != state.gradient_versions
-            # The next call looks for changes after this one.
-            state.fingerprint = fingerprint
+            has_changed = state.recorded.notice_change(optimizer)
             should_read_gradients = self.weight_sums.reads_at_once or has_changed
             if should_read_gradients:
-                if _has_cleared_gradients(optimizer, state, has_changed):
+                if _has_cleared_gradients(optimizer, state.recorded, has_changed):
                     _drop_window(state)
                 continue
             # On CUDA, and unchanged as far as the CPU can see. A mark in place of a window has no
@@ -561,9 +588,7 @@ class LossWeights:
         """
         state = self._states.setdefault(optimizer, _OptimizerState())
         state.window = window
-        state.had_weighted_gradients = mark_first_gradient(optimizer)
-        state.fingerprint = gradient_fingerprint(optimizer)
-        state.gradient_versions = _versions_if_any_is_empty(optimizer)
+        state.recorded = _RecordedGradients.of(optimizer)
 
     # -- around a step --------------------------------------------------------------------------
 
@@ -581,7 +606,7 @@ class LossWeights:
         """
         is_within_backward = optimizer in self._running_pass.optimizers
         state = self._states.get(optimizer)
-        had_weighted_gradients = state is not None and state.had_weighted_gradients
+        had_weighted_gradients = state is not None and state.recorded.had_any
         has_weighted_closure = had_weighted_gradients and has_closure(args, kwargs)
         # In both cases the backward pass does not end before the step. The error names both cases.
         if is_within_backward or has_weighted_closure:
@@ -629,34 +654,36 @@ class LossWeights:
         )
 
 
-def _has_cleared_gradients(optimizer: Optimizer, state: _OptimizerState, has_changed: bool) -> bool:
+def _has_cleared_gradients(
+    optimizer: Optimizer, recorded: _RecordedGradients, has_changed: bool
+) -> bool:
     """Return whether the user has cleared the gradients of an optimizer since its last pass.
 
     Waits for the device.
 
     Args:
         optimizer: the optimizer.
-        state: its state after the last backward pass.
-        has_changed: whether the identity or the version of a gradient has changed since then.
+        recorded: what is recorded of its gradients after its last weighted backward pass.
+        has_changed: the result of ``recorded.notice_change``.
     """
     # True if a gradient has a value that clearing would not leave.
     if has_gradients(optimizer):
         return False
-    if not state.gradient_versions:
+    if not recorded.versions:
         # All gradients had elements, so they are cleared if there are any. If there are none, the
         # user has set them to None, unless the pass left none.
-        return bool(local_gradients(optimizer)) or (state.had_weighted_gradients and has_changed)
+        return bool(local_gradients(optimizer)) or (recorded.had_any and has_changed)
     # Some gradients have no elements on this rank. All gradients with elements are cleared.
     cleared: set[Tensor] = set()
     empty: set[Tensor] = set()
-    for parameter in state.gradient_versions:
+    for parameter in recorded.versions:
         if local_tensor(parameter).numel() > 0:
             cleared.add(parameter)
         else:
             empty.add(parameter)
     # Other ranks may have elements of the gradients that are empty here. They keep the window if
     # such a gradient was not cleared.
-    return empty.issubset(cleared_empty_gradients(state.gradient_versions, cleared))
+    return empty.issubset(cleared_empty_gradients(recorded.versions, cleared))
 
 
 def _versions_if_any_is_empty(optimizer: Optimizer) -> dict[Tensor, object]:
