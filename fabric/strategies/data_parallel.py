@@ -371,9 +371,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             leaves_by_replica.append(leaves)
             structures.append(structure)
             paths_by_replica.append(leaf_paths(structure, "output"))
-        # The lists of paths are equal objects to _join_leaves(), which returns the first list. It
-        # raises if they differ, and so if the structures of the outputs differ.
-        paths = _join_leaves("output", paths_by_replica)
+        # Raises if the outputs have different structures, and so different paths.
+        paths = _equal_object("output", paths_by_replica)
         # An item has the same leaf of each replica.
         leaves_by_path = list(zip(*leaves_by_replica, strict=True))
         joined: list[Leaf] = []
@@ -625,14 +624,29 @@ def _join_leaves(path: str, leaves: Sequence[Leaf]) -> Leaf:
     Raises:
         ConfigurationError: the leaves are neither all tensors nor all equal.
     """
-    first = leaves[0]
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
-        tensors = tuple(leaves)
-        return torch.stack(tensors) if first.dim() == 0 else torch.cat(tensors)
-    for leaf in leaves:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return _equal_object(path, leaves)
+    tensors = tuple(leaves)
+    if tensors[0].dim() == 0:
+        return torch.stack(tensors)
+    return torch.cat(tensors)
+
+
+def _equal_object(path: str, objects: Sequence[Leaf]) -> Leaf:
+    """Return the object that all replicas have returned.
+
+    Args:
+        path: where the object is in the output, for the error.
+        objects: the object of each replica.
+
+    Raises:
+        ConfigurationError: the objects differ.
+    """
+    first = objects[0]
+    for value in objects:
         # Identity comes first, since "!=" of objects such as arrays does not return a bool.
-        if leaf is not first and leaf != first:
-            returned = ", ".join(map(repr, leaves))
+        if value is not first and value != first:
+            returned = ", ".join(map(repr, objects))
             raise ConfigurationError(
                 f'gathering {path} of a forward pass under strategy="dp"',
                 problem=f"it cannot be joined along dim 0: the replicas returned {returned}",
