@@ -4,7 +4,8 @@ This file is imported only with such a plan, since the DTensors that it needs ta
 import.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -121,16 +122,9 @@ def _sum_experts(
     # This rank computes the gradients through its own experts, so they are summed over the ranks.
     local_weights = _with_summed_gradient(top_k_weights, mesh).masked_fill(is_elsewhere, 0.0)
     local_states = _with_summed_gradient(hidden_states, mesh)
-    # The original method needs plain tensors. During the call, attributes of the module hide the
-    # parameters of the same names, which are DTensors.
-    attributes = vars(module)
-    local_parameters: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters(recurse=False):
-        split_parameter: Any = parameter
-        local_parameters[name] = split_parameter.to_local()
-    attributes.update(local_parameters)
     try:
-        partial_sum = forward(local_states, local_index, local_weights)
+        with _local_parameters(module) as local_parameters:
+            partial_sum = forward(local_states, local_index, local_weights)
     except IndexError as error:
         error.add_note(
             f"{type(module).__name__} may not skip number {num_local}, which stands for the "
@@ -138,18 +132,39 @@ def _sum_experts(
             "a plan without the lines of the experts"
         )
         raise
-    finally:
-        for name in local_parameters:
-            del attributes[name]
     if not partial_sum.requires_grad:
         # No token is routed to this rank's experts, and the sum depends on no tensor. With the sums
         # of empty tensors, which are 0, gradients are zero as in the whole module, and this rank
         # takes part in the collectives of the backward pass.
-        for tensor in (local_states, local_weights, *local_parameters.values()):
+        for tensor in (local_states, local_weights, *local_parameters):
             partial_sum = partial_sum + tensor[:0].sum()
     # An all-reduce adds up the partial sums of the ranks.
     total = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
     return total.redistribute(placements=[Replicate()]).to_local()
+
+
+@contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Have a module compute with this rank's parts of its parameters in the block.
+
+    The parts are plain tensors. During the block, attributes of the module hide the parameters of
+    the same names, which are DTensors.
+
+    Yields:
+        The parts.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        split_parameter: Any = parameter
+        # In the graph, so that the parameter gets a gradient.
+        parts[name] = split_parameter.to_local()
+    attributes = vars(module)
+    attributes.update(parts)
+    try:
+        yield list(parts.values())
+    finally:
+        for name in parts:
+            del attributes[name]
 
 
 def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
