@@ -146,9 +146,9 @@ class FabricModule(nn.Module):
     def mark_forward_method(self: Any, method: str | Callable[..., Any]) -> None:
         """Have later calls of a method run through the prepared module, as a forward pass.
 
-        To type checkers the result of ``setup`` is an object of the user's class, which lacks this
-        method. Write ``FabricModule.mark_forward_method(model, "loss")``, which they accept because
-        ``self`` is declared as ``Any``.
+        For type checkers write ``FabricModule.mark_forward_method(model, "loss")``: they take the
+        result of ``setup`` for an object of the user's class, which has no such method. ``self`` is
+        ``Any`` so that they accept this.
 
         Args:
             method: the method or its name.

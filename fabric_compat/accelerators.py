@@ -26,7 +26,7 @@ def _clear_cuda_memory() -> None:
 
 
 def _parse_cpu_cores(cpu_cores: int | str) -> int:
-    """Return a number of processes on the CPU, given as a number or as its spelling.
+    """Return a number of processes on the CPU, given as a number or in digits.
 
     Raises:
         TypeError: it is not a number above 0.

@@ -77,13 +77,13 @@ class _Section(NamedTuple):
         part: this rank's part of the tensor.
         split: how the tensor is split over the ranks that send the messages.
         start: the first byte.
-        length: the number of bytes that a message has for the tensor.
+        num_bytes: the bytes that a message has for the tensor, some of which may be unused.
     """
 
     part: Tensor
     split: _Split
     start: int
-    length: int
+    num_bytes: int
 
 
 class FullStateStrategy(Protocol):
@@ -289,7 +289,7 @@ class ShardGatherer:
         """
         last = sections[-1]
         message = torch.zeros(
-            last.start + last.length, dtype=torch.uint8, device=communicator.device
+            last.start + last.num_bytes, dtype=torch.uint8, device=communicator.device
         )
         for section in sections:
             content = section.part.contiguous().view(-1).view(torch.uint8)
@@ -430,9 +430,9 @@ def _lay_out_sections(parts: Sequence[Tensor], splits: Sequence[_Split]) -> list
         longest_shape = _shape_of_part(part, split, max(split.lengths))
         nbytes = math.prod(longest_shape) * part.itemsize
         # Rounded up, so that the next section begins where a view in any dtype can begin.
-        length = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-        sections.append(_Section(part, split, start, length))
-        start += length
+        num_bytes = math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+        sections.append(_Section(part, split, start, num_bytes))
+        start += num_bytes
     return sections
 
 

@@ -633,7 +633,11 @@ def clean(folder: Location) -> None:
 
 
 def _finished_files(folder: Location) -> dict[Location, str]:
-    """Return the data files in a folder that no process is writing, with the ID of their save."""
+    """Return the data files in a folder that no process is writing, with the ID of their save.
+
+    In an object store it is not known what another process is writing. There, all data files are
+    returned.
+    """
     save_ids: dict[Location, str] = {}
     for path in folder.iterdir():
         match = DATA_NAME.fullmatch(path.name)
@@ -641,7 +645,7 @@ def _finished_files(folder: Location) -> dict[Location, str]:
             continue
         save_id = match["save"]
         # A local save has a temporary index until it is committed or has failed. An object store
-        # has no temporary files: a save that another process is writing cannot be recognized.
+        # has no temporary files.
         if isinstance(path, Path):
             is_being_written = path_type(folder / f".{INDEX}.{save_id}.tmp") is not None
             if is_being_written or path_type(path) != "file":

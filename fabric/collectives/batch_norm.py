@@ -194,15 +194,16 @@ def synchronize_batch_norms(
             _check_layer(name, layer)
             layers.append(layer)
     ranks = _RanksOfLayers(communicator)
-    cleanup.callback(ranks.disconnect)
+    cleanup.callback(ranks.disconnect)  # a layer that is used after the job then says so
     sync_class: type[_BatchNorm] = SyncBatchNorm
     # torch's class has kernels for GPUs only, and communicates over all ranks of the job.
     if device.type == "cuda" and communicator.size == dist.get_world_size():
         sync_class = nn.SyncBatchNorm
     for layer in layers:
         cleanup.callback(_restore_class, layer, type(layer))
-        # SyncBatchNorm reads the first attribute, and torch's class the second one, in which None
-        # stands for all ranks. The class of the layer declares neither, hence vars().
+        # fabric's SyncBatchNorm reads `_ranks`. torch's nn.SyncBatchNorm reads `process_group`, in
+        # which None stands for all ranks. vars() is for type checkers: the class of the layer
+        # declares neither attribute.
         vars(layer)["_ranks"] = ranks
         vars(layer)["process_group"] = None
         layer.__class__ = sync_class

@@ -151,7 +151,7 @@ class Bucket:
         return torch.cat(sections, dim=-1).to(dtype)
 
     def unpack(self, buffer: Tensor, leaves: list[Leaf], num_ranks: int | None = None) -> None:
-        """Replace each leaf of this bucket by its result, a copy of a section of the buffer.
+        """Replace each leaf of this bucket by its result, which is in a section of the buffer.
 
         Args:
             buffer: the result of the collective, whose columns are laid out like those of the
@@ -170,7 +170,8 @@ class Bucket:
             self._unpack_stacked(buffer, leaves, num_ranks)
             return
         sections = self._split(buffer)
-        # Each result is a copy, since results must not share memory. A single result may be a view.
+        # Results must not share memory, so each is a copy of its section. A single result shares it
+        # with nothing but the buffer, which nobody else has.
         has_several_results = len(sections) > 1
         # Not strict: if the bucket has numbers, there is one more section, which holds them.
         for position, tensor, section in zip(

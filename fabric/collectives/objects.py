@@ -252,7 +252,8 @@ def _unpack(message: Tensor, device: torch.device, src: int) -> Tree:
     pickle_length = int.from_bytes(to_bytes(message[:_LENGTH_BYTES]), "little")
     end = _LENGTH_BYTES + pickle_length
     pickled = to_bytes(message[_LENGTH_BYTES:end])
-    leaves, structure = flatten(from_pickle(pickled, src))
+    value = from_pickle(pickled, src)  # raises the FabricError
+    leaves, structure = flatten(value)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
             start = end

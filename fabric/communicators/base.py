@@ -283,10 +283,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, collective: Collective) -> Any:
-        """Make one call, and return the result that the method of its operation describes.
+        """Make one call, and return its result. Collective among the ranks that the call names.
 
-        The other methods call this one, after they have checked the ranks. Three results differ
-        from those of the methods:
+        Every method for an operation, such as :meth:`all_reduce`, checks the ranks and then calls
+        this one. Its docstring describes the result, which is returned unchanged with three
+        exceptions:
 
         - For broadcast_object, the pickled object of the source, as bytes.
         - For gather_objects, a list of the pickled objects of all ranks, as bytes.

@@ -435,21 +435,22 @@ def _interleave(rank_values: Tensor, entries: int | None) -> Tensor:
 
     Args:
         rank_values: the rows of each rank, with shape (ranks, rows, ...).
-        entries: how many rows are not repetitions. Repetitions come last. None for all rows.
+        entries: how many rows of the result to keep. The rows after them are repetitions: samples
+            that a rank got a second time so that all ranks have equally many. None for all rows.
     """
     rows = rank_values.transpose(0, 1).flatten(0, 1)
     # A copy, so that the result does not keep the memory of the repetitions.
     return rows[:entries].clone()
 
 
-def _drop_repetitions(rank_values: Tensor, num_ranks: int | None) -> Tensor:
+def _drop_repetitions(rank_values: Tensor, num_kept: int | None) -> Tensor:
     """Return the values of the ranks whose sample is not a repetition. Each rank has one sample.
 
     Args:
         rank_values: the value of each rank, with shape (ranks, ...).
-        num_ranks: how many ranks, from rank 0 on, have a sample that is not a repetition. Samples
+        num_kept: how many ranks, from rank 0 on, have a sample that is not a repetition. Samples
             are assigned in the order of the ranks, so repetitions are on the last ranks. None for
             all ranks.
     """
     # A copy, so that the result does not keep the memory of the repetitions.
-    return rank_values[:num_ranks].clone()
+    return rank_values[:num_kept].clone()

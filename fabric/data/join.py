@@ -92,8 +92,8 @@ class JoinedPasses:
     def _refuse_collective(self, entry: Entry, collective: Collective) -> None:
         """Raise a UsageError for a collective over all ranks.
 
-        The recorder calls this check before a collective in the block. A rank that has no batches
-        left would not take part in the collective.
+        The recorder calls this check before a collective in the block, with its entry. A rank that
+        has no batches left would not take part in the collective, whichever it is.
         """
         if entry.group == JOB:
             raise UsageError(

@@ -576,6 +576,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             # No iteration is active: the position is the start of the next epoch.
             position = EpochPosition(self._next_epoch)
         if self._loader_keeps_position:
+            # load_state_dict() has passed a loaded position on to the user's loader.
             return self._loader_position(position)
         if self._loaded_position is not None:
             # No iteration has begun since load_state_dict. The number of ranks and the batch size

@@ -191,6 +191,7 @@ class LoaderSpec:
         """
         if self.sharded_sampler is None:
             return None
+        # An entry is an index, or what a batch sampler yields: the indices of a batch.
         size = self.entries_per_batch
         entries = self.sharded_sampler.draw_entries_again(position, batches.stop * size)
         received = entries[batches.start * size :]

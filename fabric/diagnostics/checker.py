@@ -393,7 +393,7 @@ class CollectiveChecker:
         """
         latest_calls = _table({rank: _describe_latest_call(records[rank]) for rank in missing})
         ranks = ranks_in_words(missing)
-        problem = f"after {self._timeout:g} s {ranks} did not call:{latest_calls}"
+        problem = f"after {self._timeout:g} s {ranks} did not call. Latest calls:{latest_calls}"
         self._raise_and_close(call, problem)
 
     def _raise_difference(self, call: Call, number: int) -> NoReturn:

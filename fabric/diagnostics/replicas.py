@@ -574,10 +574,14 @@ class _Layout:
         return self._parameters.get(id(parameter))
 
     def _ranks_of(self, tensor: Any) -> tuple[int, ...]:
-        """Return the ranks that hold the same part of a tensor. Of a plain tensor, all ranks."""
+        """Return the ranks that hold the same part of a tensor as this rank.
+
+        All ranks for a plain tensor.
+        """
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is None:
             return self.all_ranks
+        # The tensors keep their meshes alive, so that no other mesh gets the id of one.
         key = (id(mesh), tensor.placements)
         if key not in self._ranks:
             self._ranks[key] = _ranks_of_part(mesh, tensor.placements)

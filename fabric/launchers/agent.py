@@ -525,7 +525,9 @@ class _Coordinator:
         Does nothing if the machine has not failed.
         """
         node = self._nodes[node_rank]
+        # The causes are cleared when the job restarts.
         is_known = any(cause.node_rank == node_rank for cause in self._causes)
+        # None: the machine has not joined the job yet, and so cannot have failed.
         if is_known or node.status is None:
             return
         title = self._title(node_rank)

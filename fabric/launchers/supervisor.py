@@ -412,14 +412,15 @@ class Supervisor:
 
     def __init__(self, *, is_rank: bool = False) -> None:
         """Open the file of the store. :meth:`__enter__` installs signal handlers."""
-        # Called first: a file that is opened later would get the descriptor of a closed stream.
+        # If a standard stream of this process is closed, the next file to be opened would get its
+        # descriptor, and print() would write into that file. So the streams are opened first.
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[ReceivedSignal] = []
-        # The file through which the ranks find each other. If this process is a rank, the file has
-        # a name of its own: torch opens the path once more when Python frees the store, which may
-        # be after close(). A path in /proc may mean another file by then, and torch would write to
-        # that file.
+        # The file through which the ranks find each other. Its path is in /proc by default, where
+        # other users cannot read it. If this process is a rank, the file has a name of its own:
+        # torch opens the path once more when Python frees the store, which may be after close(). A
+        # path in /proc may lead to another file by then, and torch would write to that file.
         self._store_file = PrivateFile(is_named=is_rank)
         self._result_files: list[PrivateFile] = []  # of the ranks that return their results
         self._previous_handlers: dict[int, Any] = {}  # by signal
@@ -506,8 +507,8 @@ class Supervisor:
             )
             rank = self._start_rank(start_process, config, stack_file)
             started_ranks.append(rank)
-        # Sent after all processes have been started. send_payload() waits until the rank reads if
-        # the payload exceeds the capacity of the pipe, and the next rank would start only then.
+        # Sent after all processes have been started: if the payload exceeds the capacity of the
+        # pipe, send_payload() waits until the rank reads it, which a new rank does late.
         if payload is not None:
             for rank in started_ranks:
                 rank.send_payload(payload)
@@ -913,7 +914,9 @@ def _has_responded(ranks: Sequence[RankProcess]) -> bool:
 def processor_seconds(ranks: Sequence[RankProcess]) -> float | None:
     """Return the CPU time that all ranks have used, in seconds.
 
-    The result is None if the main thread of a rank does not sleep, or if a time is unknown.
+    By two such times a caller sees whether the ranks have computed in between. The result is None
+    if the main thread of a rank does not sleep, so that the rank certainly computes, or if a time
+    is unknown.
     """
     total = 0.0
     for rank in ranks:

@@ -121,7 +121,7 @@ class Loggers:
         """
         try:
             self.close(status)
-        except Exception:  # noqa: BLE001 - printed with all errors before it
+        except Exception:  # noqa: BLE001 - printed with the errors that have caused it
             print(
                 "[fabric] a logger has failed at the end of the program. Its last values may be "
                 "missing. The exit code is that of the training.",
@@ -289,8 +289,8 @@ class CSVLogger(_RunLogger):
                 last place.
         """
         path = self._ensure_folder() / "metrics.csv"
-        # Also true at the first write, since _columns is empty until then. The file of a continued
-        # run may have other columns, which _rewrite_with_columns() reads.
+        # Before the first write _columns is empty, so that this is true. The file of a continued
+        # run has columns already: _rewrite_with_columns() reads them, and adds the new ones.
         has_new_column = not row.keys() <= set(self._columns)
         if has_new_column:
             self._columns = _rewrite_with_columns(path, row, sorts_columns=sorts_columns)

@@ -34,7 +34,7 @@ def local_gradients(*optimizers: Optimizer) -> list[list[Tensor]]:
     Returns:
         One list for each device and dtype. No list is empty.
     """
-    # The keys are identifiers. The hash of a tensor and a generator are calls of Python.
+    # By id(), since the hash of a tensor is a call of Python, and so slower.
     parameters: dict[int, Tensor] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

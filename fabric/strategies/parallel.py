@@ -178,7 +178,8 @@ def check_forwarded_arguments(
         strategy_name: the name of the strategy, for the error.
         torch_function: the function of torch that gets the arguments.
         user_arguments: the keyword arguments of the user.
-        decided_names: the parameters of ``torch_function`` that the strategy itself passes.
+        decided_names: the parameters of ``torch_function`` that the strategy itself passes, and
+            ``self`` if it is a constructor.
     """
     accepted = set(inspect.signature(torch_function).parameters) - decided_names
     unknown = sorted(set(user_arguments) - accepted)

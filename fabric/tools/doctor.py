@@ -490,7 +490,7 @@ def _open_store(world: World, seconds: float) -> "Store":
 
     timeout = timedelta(seconds=seconds)
     if not world.port:
-        # The world is one process, or has a store in a file. Both wait for no rank.
+        # The world is one process, or its store is in a file. find_store() then waits for no rank.
         return find_store(world, timeout)
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

@@ -741,7 +741,8 @@ class _Comparison:
         for run, entry in ((self.first, difference.first), (self.second, difference.second)):
             if entry is not None:
                 lines.append(f"  {run.name}: {_describe_value(entry)}  {entry.call_site}".rstrip())
-            elif difference.position >= 0:  # the samples, at -1, have no entry
+            # Position -1 stands for the samples of the step, which are no entry.
+            elif difference.position >= 0:
                 lines.append(f"  {run.name}: does not have it")
         if difference.first is not None and difference.second is not None:
             lines += _distance_lines(difference.first, difference.second)

@@ -160,7 +160,7 @@ def handle_operators(rank: int) -> Callable[[], None]:
     functions.update(dict.fromkeys(_RANDOM_TENSORS, _draw_whole))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS, _draw_from_values))
     functions.update(dict.fromkeys(_RANDOM_FUNCTIONS_WITH_OUT, _draw_into))
-    functions[_RRELU] = _multiply_with_noise
+    functions[_RRELU] = _randomized_leaky_relu
     functions[_SUM] = _sum
     functions[_SUM_OF_DIMENSIONS] = _sum_dimensions
     functions.update(dict.fromkeys(_ANY, _any))
@@ -312,10 +312,11 @@ def _draw_into(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return out.copy_(_draw_from_values(_RANDOM_FUNCTIONS_WITH_OUT[operator], args, other_kwargs))
 
 
-def _multiply_with_noise(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _randomized_leaky_relu(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return the randomized leaky ReLU of a DTensor. Collective.
 
     The random factors are written to the second argument, a DTensor. The backward pass reads them.
+    Each rank draws the factors of the whole tensor, as one process does, and keeps its own.
     """
     dtensor, noise, *other_args = args
     whole_noise = _empty_whole(noise)
