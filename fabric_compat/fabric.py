@@ -33,6 +33,7 @@ from fabric.world import World
 from fabric_compat import strategies
 from fabric_compat.accelerators import (
     ACCELERATOR_REGISTRY,
+    CUDAAccelerator,
     MPSAccelerator,
     with_lightning_methods,
 )
@@ -115,9 +116,9 @@ class Fabric(_Fabric):
         )
         options = _with_variables(options)
         _replace_registered_names(options)
-        if options["accelerator"] == "gpu":
-            options["accelerator"] = "mps" if MPSAccelerator.is_available() else "cuda"
         _refuse_missing_hardware(options["accelerator"])
+        if options["accelerator"] == "gpu" and MPSAccelerator.is_available():
+            options["accelerator"] = "mps"
         strategy = options["strategy"]
         sorted_plugins = _sort_plugins(as_list(plugins))
         _refuse_plugins_set_twice(sorted_plugins, options)
@@ -647,6 +648,8 @@ def _refuse_missing_hardware(accelerator: Any) -> None:
     """
     if isinstance(accelerator, Accelerator):
         hardware = accelerator
+    elif accelerator == "gpu":
+        hardware = MPSAccelerator if MPSAccelerator.is_available() else CUDAAccelerator
     elif isinstance(accelerator, str) and accelerator in ACCELERATOR_REGISTRY:
         # Not an object: a script can ask the class of the TPU, and has no object of this class.
         hardware = ACCELERATOR_REGISTRY[accelerator]["accelerator"]

@@ -137,8 +137,9 @@ def set_hardware(monkeypatch: Any, gpus: int, has_mps: bool) -> None:
 def test_hardware_that_is_missing_is_a_runtime_error(monkeypatch: Any) -> None:
     set_hardware(monkeypatch, gpus=0, has_mps=False)
     for accelerator in ("cuda", "mps", "gpu", "tpu", CUDAAccelerator()):
-        with pytest.raises(RuntimeError, match="there is none on this machine"):
+        with pytest.raises(RuntimeError, match="there is none on this machine") as raised:
             Fabric(accelerator=accelerator)
+        assert f"Fabric(accelerator={accelerator!r})" in str(raised.value)
     # The remedies of the error.
     assert Fabric("cpu").device == Fabric("auto").device == torch.device("cpu")
 
