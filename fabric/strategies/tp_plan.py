@@ -380,8 +380,8 @@ def sum_partial_dtensors(parameters: Iterable[Any]) -> None:
     """Register hooks that sum the gradients of replicated DTensors, in each backward pass.
 
     An example is the weight of a norm that is computed in parts of dim 1: each rank has a partial
-    sum of the gradient. If FSDP shards a model, FSDP adds up the partial sums. This function is for
-    a model that FSDP does not shard.
+    sum of the gradient. Called only for a model that FSDP does not shard, since FSDP adds up the
+    partial sums itself.
 
     Args:
         parameters: the parameters of a model. Plain parameters and split parameters are left alone.
@@ -411,7 +411,8 @@ def _register_before_user_hooks(parameter: nn.Parameter, hook: Callable[[Any], A
     in the order of their dict.
     """
     entry = hook_entry(parameter.register_hook(hook))
-    # Move the other hooks to the end of the dict, one after another.
+    # Insert the other hooks again, one after another. move_to_end() would change the order only for
+    # Python. torch's C++ code reads the order of insertion (seen in torch 2.13).
     for key in list(entry.hooks):
         if key != entry.key:
             entry.hooks[key] = entry.hooks.pop(key)
