@@ -407,12 +407,13 @@ class FSDPStrategy(ParallelStrategy):
         # Ranks enter the contexts in the same order, so the key is the same on all ranks.
         key = f"init_module/{self._init_context_count}"
         self._init_context_count += 1
+        # Where the values of large parameters go. Without values, the parameters are on meta.
         if empty:
             memory = registered_on_meta(EmptyParameter)
         elif is_receiver:
             memory = registered_on_meta(nn.Parameter)
         else:
-            memory = MappedMemory(warn=self.local_rank == 0)
+            memory = MappedMemory(warn=self.local_rank == 0)  # one warning for each node
         state_before = _rng_state()
         # Rank 0's random states before and after the block, one after the other. Rank 0 stores the
         # empty value if its block raises, so that the other ranks raise, too.

@@ -304,6 +304,7 @@ class ShardedForward:
         A forward pass without a backward pass leaves parameters gathered. If an optimizer or a load
         changes the shards after it, the next forward pass has to gather them again.
         """
+        # have_changed() comes first because it is faster.
         if self._sharded_parameters.have_changed() and self._sharded_parameters.are_gathered():
             self.reshard()
 
