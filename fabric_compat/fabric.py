@@ -234,8 +234,9 @@ class Fabric(_Fabric):
             ArgumentTypeError: A function is needed and missing. ``fabric.Fabric`` raises an error
                 that is no ``TypeError``.
         """
-        # The first call that needs a rank connects it. The call may come before the launch.
+        # Any method that needs a rank connects the process, also before the launch.
         is_connected = self._launched or self._session is not None
+        # Without a world, no launcher has started this process: launch() starts the ranks.
         needs_function = self._plan.world is None and self._plan.launcher.runs_function
         if not function_and_args and needs_function and not is_connected:
             raise ArgumentTypeError(
@@ -478,6 +479,7 @@ class Fabric(_Fabric):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if name == "mean":
             tensors = [_as_inexact(tensor) for tensor in tensors]
+        # In the order of the leaves, in which map_tensors() visits the tensors below.
         results = iter(super().all_reduce(tensors, group, name))
         note("all_reduce returns tensors for numbers, and changes tensors in place")
 
@@ -605,7 +607,9 @@ def _expand(path: Any) -> str:
 
 
 def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the values of Lightning's environment variables, such as LT_DEVICES.
+    """Replace options by the values of Lightning's environment variables, such as LT_DEVICES.
+
+    The options are changed in place, and returned.
 
     Raises:
         ValueError: Lightning's command has set a variable that differs from its option, and the
@@ -664,9 +668,10 @@ def _refuse_missing_hardware(accelerator: Any) -> None:
 
 
 def _sort_plugins(plugins: list[Any]) -> dict[str, Any]:
-    """Return the plugins by the argument of a strategy that they are values of.
+    """Return the plugins by their use, under the names of a strategy's arguments.
 
-    The arguments are ``"cluster_environment"``, ``"checkpoint_io"`` and ``"precision"``.
+    The names are ``"cluster_environment"``, ``"checkpoint_io"`` and ``"precision"``. A use without
+    a plugin is missing in the result.
 
     Raises:
         TypeError: An object is not a plugin.
@@ -747,15 +752,17 @@ def _cluster_environment_of(strategy: Any) -> ClusterEnvironment | None:
 
 
 def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvironment | str:
-    """Return an environment of fabric for a cluster environment, for ``Fabric(environment=...)``.
+    """Return the value of ``Fabric(environment=...)`` for a cluster environment.
 
-    The result is ``"none"`` if no launcher started this process.
+    If no launcher started this process, the value is ``"none"``: this process will start the other
+    ranks. Otherwise the cluster environment is told its numbers of processes, and its rank.
     """
     devices = getattr(options["strategy"], "parallel_devices", None)
     if devices is None:
         accelerator = _parse_accelerator(options["accelerator"])
         devices = accelerator.parse_devices(options["devices"])
     environment = AsEnvironment(cluster, len(devices), int(options["num_nodes"]))
+    # Also called for what it tells the cluster environment.
     if environment.detect(os.environ) is None:
         return "none"
     return environment

@@ -334,6 +334,8 @@ class AsEnvironment:
             return None
         local_rank = cluster.local_rank()
         node_rank = cluster.node_rank()
+        # Told first: a LightningEnvironment returns these numbers below. The environments of
+        # launchers ignore them, and return those of their variables.
         cluster.set_world_size(self._size)
         cluster.set_global_rank(node_rank * self._devices + local_rank)
         return World(
@@ -599,6 +601,7 @@ class TorchCollective(Collective):
             ValueError: there is no such reduction.
         """
         if not isinstance(op, str):
+            # torch has two classes: dist.ReduceOp.SUM is a RedOpType, and a ReduceOp has a factor.
             if type(op).__name__ in ("ReduceOp", "RedOpType"):
                 return op
             raise ValueError(f"Unsupported op {op!r} of type {type(op).__name__}")
@@ -641,7 +644,7 @@ def _barrier_method(name: str) -> Any:
 def _collective_method(name: str, output_position: int) -> Any:
     """Return a method that calls a collective of torch and returns the argument that torch fills.
 
-    ``output_position`` is the position of this argument.
+    ``output_position`` is the position of this argument in the signature of torch, from 0.
     """
     signature = inspect.signature(getattr(dist, name))
 

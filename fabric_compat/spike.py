@@ -107,6 +107,8 @@ class SpikeDetection:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.bad_batches, indent=4))
 
+    # The keys of the state are Lightning's.
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "last_val": self.last_val,

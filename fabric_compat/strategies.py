@@ -128,7 +128,10 @@ class _LightningStrategy(Strategy):
         return super().runtime
 
     def _environments(self) -> Sequence[Any] | None:
-        """Return the environment that says which rank this is, in the form that fabric reads."""
+        """Return the environment that says which rank this is, in the form that fabric reads.
+
+        None stands for all environments that fabric knows, as in ``fabric``.
+        """
         cluster = self.cluster_environment
         if not isinstance(cluster, ClusterEnvironment):
             return super()._environments()
@@ -262,7 +265,10 @@ class _LightningStrategy(Strategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Prepare a module and its optimizers. May be collective."""
+        """Prepare a module and its optimizers. The scheduler is returned as it is.
+
+        May be collective.
+        """
         self.check_setup(module, optimizers)
         prepared = self.setup_module(module)
         for optimizer in optimizers:

@@ -4,6 +4,7 @@ import operator
 import os
 import platform
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def _runif_reasons(
     has_mps = torch.backends.mps.is_available()
     is_alone = os.environ.get("PL_RUN_STANDALONE_TESTS", "0") == "1"
     # Whether there is a reason, by the reason.
-    conditions: dict[str, Any] = {
+    conditions: dict[str, bool] = {
         f"GPUs>={min_cuda_gpus}": torch.cuda.device_count() < min_cuda_gpus,
         **_conditions_of_versions(min_torch, max_torch, min_python),
         "CUDA device bf16": bf16_cuda and not _has_bf16_on_cuda(),
@@ -54,16 +55,24 @@ def _runif_reasons(
 
 def _conditions_of_versions(
     min_torch: str | None, max_torch: str | None, min_python: str | None
-) -> dict[str, Any]:
-    """Return for each reason to skip a test whether it holds. A version that is None never does."""
-    python = Version(platform.python_version())
-    return {
-        f"torch>={min_torch}, {torch.__version__} installed": min_torch
-        and compare_version("torch", operator.lt, min_torch, True),
-        f"torch<{max_torch}, {torch.__version__} installed": max_torch
-        and compare_version("torch", operator.ge, max_torch, True),
-        f"python>={min_python}": min_python and python < Version(min_python),
-    }
+) -> dict[str, bool]:
+    """Return whether to skip a test, by the reason: the version that the test needs.
+
+    A version that is None is no reason.
+    """
+    conditions: dict[str, bool] = {}
+    # The version without a suffix such as ".dev", so that 2.14.0.dev is no older than 2.14.
+    is_older = partial(compare_version, "torch", operator.lt, use_base_version=True)
+    if min_torch is not None:
+        reason = f"torch>={min_torch}, {torch.__version__} installed"
+        conditions[reason] = is_older(min_torch)
+    if max_torch is not None:
+        reason = f"torch<{max_torch}, {torch.__version__} installed"
+        conditions[reason] = not is_older(max_torch)
+    if min_python is not None:
+        python = Version(platform.python_version())
+        conditions[f"python>={min_python}"] = python < Version(min_python)
+    return conditions
 
 
 def _has_bf16_on_cuda() -> bool:

@@ -192,7 +192,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     """Return the peak of a CUDA device for a dtype, in FLOPs a second.
 
     Returns:
-        The peak, or None if the device is no CUDA device or unknown. The latter is a warning.
+        The peak. None if the device is no CUDA device, and None with a warning if its name is in no
+        row of the table.
     """
     if device.type != "cuda":
         return None
@@ -200,7 +201,9 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     for model, peak in _PEAKS.items():
         # As whole words: an RTX A4000 is no A40.
         if re.search(rf"\b{model}\b", device_name):
-            return int(peak.half if "16" in str(dtype) else peak.single)
+            # The dtype may be a name, such as "bf16-true".
+            has_16_bits = "16" in str(dtype)
+            return int(peak.half if has_16_bits else peak.single)
     rank_zero_warn(
         f"FLOPs not found for {device_name!r}: without Throughput(available_flops=...) there is "
         "no 'mfu'",

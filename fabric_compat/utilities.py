@@ -176,11 +176,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     if seed is None:
         if verbose and "PL_GLOBAL_SEED" not in os.environ:
             set_default_rank()
+            # The level makes the warning name the line that calls this function.
             _rank_zero.rank_zero_warn("No seed found, seed set to 0", stacklevel=5)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
     seed = seeding.seed_everything(int(seed))
     if verbose:
         rank_zero_info(f"Seed set to {seed}")
+    # Read by reset_seed(), by setup_dataloaders(), and by processes that this process starts.
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
     return seed
@@ -776,6 +778,7 @@ def _sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with text in place of values that TensorBoard does not take."""
     sanitized: dict[str, Any] = {}
     for name, value in params.items():
+        # Before the script has imported numpy, there are no scalars of numpy.
         if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic):
             value = value.item()
         if not isinstance(value, bool | int | float | str | Tensor):
