@@ -277,6 +277,48 @@ def call_without_function(
             handlers.setdefault(operator, function)
 
 
+# The functions that were passed to handle_data_assignments() and are not removed yet.
+_data_functions: list[Callable[[Tensor, Any], None]] = []
+
+
+def handle_data_assignments(function: Callable[[Tensor, Any], None]) -> Callable[[], None]:
+    """Have a function called before each assignment ``dtensor.data = value``.
+
+    torch changes the outer tensor of a DTensor then, which has no values, and keeps the shard. No
+    operator is dispatched, so :func:`handle_dtensor_operators` cannot see the assignment. DTensor
+    gets a property ``data`` in place of the attribute that it inherits from ``torch.Tensor``. Seen
+    to work in torch 2.13.
+
+    Args:
+        function: called with the DTensor and the value. If several functions are given, the first
+            one is called.
+
+    Returns:
+        A function without arguments that removes this function.
+    """
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    dtensor_class: Any = DTensor
+    attribute: Any = Tensor.data
+
+    def assign(dtensor: Tensor, value: Any) -> None:
+        """Call the function, and then do what torch does."""
+        _data_functions[0](dtensor, value)
+        attribute.__set__(dtensor, value)
+
+    if not _data_functions:
+        dtensor_class.data = property(attribute.__get__, assign)
+    _data_functions.append(function)
+
+    def remove() -> None:
+        """Remove this function, and with the last one the property."""
+        _data_functions.remove(function)
+        if not _data_functions:
+            del dtensor_class.data
+
+    return remove
+
+
 def base_of_view(tensor: Tensor) -> Tensor | None:
     """Return the tensor that a view was made from. None if the tensor is not a view.
 

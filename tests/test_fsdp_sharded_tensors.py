@@ -372,6 +372,42 @@ def test_a_change_of_rows_of_a_sharded_tensor_is_not_lost_without_a_word() -> No
                 assert text.startswith(f"UsageError: {operator}(...) of a part of a sharded tensor")
 
 
+def assign_data(fabric: Fabric) -> dict[str, str]:
+    module = Tower()
+    model = fabric.setup(module)
+    weight = model.head.weight
+    fabric.backward(model(X).sum())
+    expected = 2 * full_tensor(weight.detach()) - full_tensor(weight.grad)
+    saved = weight.data.clone()
+    vector = torch.zeros(weight.numel())
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        tensor.data = value
+
+    texts = {
+        "parameter": outcome(lambda: assign(weight, saved)),
+        "gradient": outcome(lambda: assign(weight.grad, saved)),
+        "plain": outcome(lambda: assign(weight, torch.zeros(3, 5))),
+        "vector": outcome(lambda: nn.utils.vector_to_parameters(vector, [weight])),
+    }
+    # Changes in place of the data are not lost.
+    weight.data *= 2
+    weight.data.sub_(weight.grad.data)
+    torch.testing.assert_close(full_tensor(weight.detach()), expected)
+    # What the error suggests.
+    with torch.no_grad():
+        weight.copy_(saved)
+    torch.testing.assert_close(full_tensor(weight.detach()), full_tensor(saved))
+    return texts
+
+
+def test_an_assignment_to_the_data_of_a_sharded_tensor_is_not_lost_without_a_word() -> None:
+    for texts in run_sharded(assign_data):
+        for text in texts.values():
+            assert text.startswith("UsageError: an assignment to .data of a sharded tensor")
+            assert "parameter.copy_(value)" in text
+
+
 def count_objects_of_row_reads(fabric: Fabric) -> int:
     model = fabric.setup(Tower())
     weight = model.head.weight.detach()

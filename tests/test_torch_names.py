@@ -592,6 +592,31 @@ def test_a_function_is_called_in_place_of_an_operator_on_dtensors_until_the_end(
     assert sharded.sum().item() == 2.0
 
 
+def test_a_function_is_called_before_assignments_to_data_of_dtensors_until_the_end(group):
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    sharded = distribute_tensor(torch.tensor([2.0]), mesh, [Shard(0)])
+    plain = torch.tensor([3.0])
+    calls = []
+    end = _torch.handle_data_assignments(lambda *args: calls.append(args))
+    end_of_second = _torch.handle_data_assignments(lambda *args: calls.append("second"))
+    value = sharded.data.clone()
+    sharded.data = value
+    plain.data = torch.tensor([4.0])
+    assert len(calls) == 1
+    assert calls[0][0] is sharded
+    assert calls[0][1] is value
+    end()
+    sharded.data = value
+    assert calls[1:] == ["second"]
+    end_of_second()
+    assert "data" not in vars(DTensor)
+    # The reason for the function: torch keeps the shard.
+    sharded.data = distribute_tensor(torch.tensor([5.0]), mesh, [Shard(0)])
+    assert sharded.to_local().item() == 2.0
+
+
 class AllocationMode(_torch.DispatchMode):
     """Notes for each operator whether it allocates its outputs."""
 

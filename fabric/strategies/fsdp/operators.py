@@ -12,7 +12,9 @@ from fabric._torch import (
     base_of_view,
     call_without_function,
     full_tensor,
+    handle_data_assignments,
     handle_dtensor_operators,
+    is_dtensor,
     local_tensor,
 )
 from fabric.errors import UsageError
@@ -133,6 +135,8 @@ _MEAN = 1
 # - Rows of a sharded tensor, such as `x[0]` or `x[2:4]`, are a copy that the ranks have gathered.
 #   `x[0].zero_()` would change the copy alone, and is an error. In-place operators are not watched
 #   before a program has made such a copy.
+# - `x.data = y` leaves the shard of `x` as it was. The assignment is an error, unless the memory
+#   is that of `x` itself, as in `x.data -= y`.
 #
 # The functions of this file stand in for these operators while sharded models are set up.
 def handle_operators(rank: int) -> Callable[[], None]:
@@ -169,6 +173,7 @@ def handle_operators(rank: int) -> Callable[[], None]:
     for operator, position in _LOSSES_BACKWARD.items():
         functions[operator] = partial(_reduce_losses_backward, position)
     cleanup.callback(handle_dtensor_operators(functions))
+    cleanup.callback(handle_data_assignments(partial(_refuse_data_assignment, rank)))
     return cleanup.close
 
 
@@ -247,6 +252,28 @@ def _refuse_lost_change(rank: int, operator: Any, dtensor: Any) -> None:
         suggestion="weights = fabric.broadcast(fabric.get_state_dict(model)), a change of a tensor "
         "in it, and model.load_state_dict(weights), for parameters; "
         "weight.register_hook(lambda grad: grad * mask) before fabric.setup(...), for gradients",
+    )
+
+
+def _refuse_data_assignment(rank: int, dtensor: Tensor, value: Any) -> None:
+    """Raise for ``dtensor.data = value``, unless the value has the memory of the DTensor's shard.
+
+    ``x.data -= y`` changes the shard in place, and then assigns the shard to itself.
+
+    Raises:
+        UsageError: torch would keep the shard as it is.
+    """
+    if is_dtensor(value) and local_tensor(value).is_set_to(local_tensor(dtensor)):
+        return
+    raise UsageError(
+        f"an assignment to .data of a sharded tensor on rank {rank}",
+        problem=f"torch would keep the values of the tensor, of shape {tuple(dtensor.shape)}, as "
+        "they are, and drop the assigned tensor",
+        expected="changes in place, of whole parameters and gradients",
+        suggestion="with torch.no_grad(): parameter.copy_(value), for a value that is sharded as "
+        "the parameter; for full tensors, "
+        "weights = fabric.broadcast(fabric.get_state_dict(model)), a change of a tensor in it, "
+        "and model.load_state_dict(weights)",
     )
 
 
