@@ -417,6 +417,43 @@ def test_an_evaluation_that_counts_each_sample_at_most_once_does_not_warn(
     assert run_in_ranks(run) == [[], []]
 
 
+def evaluate_longest(fabric: Fabric) -> dict[str, list[str]]:
+    """Evaluate five samples on rank 0 and three on rank 1. Return the texts of the warnings."""
+    model = fabric.setup(torch.nn.Linear(1, 1)).eval()
+    samples = torch.arange(5.0 - 2 * fabric.global_rank).unsqueeze(1)
+    texts: dict[str, list[str]] = {}
+    for leaves_out in ("nothing", "is_repeat", "gather_for_metrics"):
+        loader = fabric.setup_dataloaders(
+            DataLoader(samples, batch_size=2), use_distributed_sampler=False, uneven="longest"
+        )
+        counted = 0
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for batch in loader:
+                    outputs = model(batch)
+                    if leaves_out == "gather_for_metrics":
+                        counted += len(fabric.gather_for_metrics(outputs))
+                    elif leaves_out == "nothing" or not loader.is_repeat:
+                        counted += len(outputs)
+        if leaves_out == "is_repeat":
+            counted = fabric.all_reduce(counted, reduce_op="sum")
+        if leaves_out != "nothing":
+            # Both loops together, each sample once in each.
+            assert counted == 2 * (5 + 3)
+        texts[leaves_out] = [str(warning.message) for warning in caught]
+    return texts
+
+
+def test_an_evaluation_that_counts_the_repeats_of_longest_says_so_on_their_rank() -> None:
+    first, second = run_in_ranks(evaluate_longest)
+    assert first == {"nothing": [], "is_repeat": [], "gather_for_metrics": []}
+    [text] = second.pop("nothing")
+    assert "had fewer batches than others, got 1 of them again" in text
+    assert "if not loader.is_repeat" in text
+    assert second == {"is_repeat": [], "gather_for_metrics": []}
+
+
 def count_as_the_warning_says(fabric: Fabric, remedy: str) -> tuple[list[str], list[float]]:
     """Evaluate seven samples. Return the texts of the warnings, and the samples that count here.
 

@@ -95,8 +95,13 @@ class LoaderSession(Protocol):
         """
         ...
 
-    def should_warn_of_repetitions(self) -> bool:
-        """Return whether to warn if a loop has counted samples twice. Called at its end."""
+    def should_warn_of_repetitions(self, is_rank_alone: bool) -> bool:
+        """Return whether to warn if a loop has counted samples twice. Called at its end.
+
+        Args:
+            is_rank_alone: whether only this rank knows that it has repeated samples. Otherwise rank
+                0 warns for all ranks.
+        """
         ...
 
 
@@ -109,7 +114,7 @@ class _NoSession:
     def observe_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
 
-    def should_warn_of_repetitions(self) -> bool:
+    def should_warn_of_repetitions(self, is_rank_alone: bool) -> bool:
         return False
 
 
@@ -285,6 +290,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             # The position of the iteration that yielded a batch last, or that has begun since.
             _latest_position=None,
             _has_warned_of_repetitions=False,
+            # Whether the user has asked for is_repeat, to leave repeats out.
+            _has_read_is_repeat=False,
             _epoch_targets=_find_epoch_targets(spec),
             _worker_streams=worker_streams,
         )
@@ -513,6 +520,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     @property
     def is_repeat(self) -> bool:
         """Whether the current batch is a repeat, since this rank has no more; see ``uneven``."""
+        self._has_read_is_repeat = True
         return self._latest_position is not None and self._latest_position.is_repeat
 
     @property
@@ -715,7 +723,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         try:
             for batch in batches:
                 # A rank that has run out gets its last batch again, which counts only once.
-                if not position.is_repeat:
+                if position.is_repeat:
+                    loop.repeated_batches += 1
+                else:
                     position.received_batches += 1
                 # Set for each batch, since several loops over this loader may take turns.
                 attributes["_latest_position"] = position
@@ -730,8 +740,8 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             position.is_finished = True
             # Repeated samples are in the user's results, unless fabric.gather_for_metrics was
             # called in the loop, which leaves them out.
-            if not loop.was_gathered_for_metrics:
-                self._warn_of_repetitions(position)
+            if not loop.was_gathered_for_metrics and not self._has_warned_of_repetitions:
+                self._warn_of_repetitions(loop)
             if self._loader_keeps_position and self._spec.ends_in_lockstep:
                 # Loops in lockstep end together, which may be before the data of this rank ends.
                 # The loader, which counts for itself, would then take the next loop for the rest of
@@ -742,28 +752,39 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             if loop in active_loops:
                 active_loops.remove(loop)
 
-    def _warn_of_repetitions(self, position: EpochPosition) -> None:
-        """Warn once of an evaluation in which samples have counted twice.
+    def _warn_of_repetitions(self, loop: ActiveLoop) -> None:
+        """Warn of an evaluation in which samples have counted twice.
 
         Called by the generator of the batches at the end of a loop, unless
         ``fabric.gather_for_metrics`` was called in the loop.
         """
-        repeated = self._spec.repeated_entries(position)
-        if (
-            self._has_warned_of_repetitions
-            or repeated == 0
-            or not self._job.session.should_warn_of_repetitions()
+        spec = self._spec
+        session = self._job.session
+        padded = spec.repeated_entries(loop.position)
+        if padded > 0 and session.should_warn_of_repetitions(is_rank_alone=False):
+            repetitions = (
+                f"this loop over {length_of(spec.order_source)} {spec.unit} computed no gradients, "
+                f"and {padded} of them were repeated so that all {spec.num_replicas} processes get "
+                "equally many"
+            )
+            remedy = 'setup_dataloaders(loader, uneven="drop") leaves samples out instead'
+        elif (
+            loop.repeated_batches > 0
+            and not self._has_read_is_repeat
+            and session.should_warn_of_repetitions(is_rank_alone=True)
         ):
+            repetitions = (
+                "this loop computed no gradients, and this process, which had fewer batches than "
+                f"others, got {loop.repeated_batches} of them again"
+            )
+            remedy = "if not loader.is_repeat: leaves repeats out of sums of your own"
+        else:
             return
         self._has_warned_of_repetitions = True
-        spec = self._spec
         warnings.warn(
-            f"this loop over {length_of(spec.order_source)} {spec.unit} computed no gradients, and "
-            f"{repeated} of them were repeated so that all {spec.num_replicas} processes get "
-            "equally many: sums and means over the batches of all processes count these twice. "
+            f"{repetitions}: sums and means over the batches of all processes count these twice. "
             "fabric.gather_for_metrics(results) returns the results of each sample once; "
-            f'setup_dataloaders(loader, uneven="drop") leaves samples out instead; '
-            "Fabric(check_training=False) if this is meant",
+            f"{remedy}; Fabric(check_training=False) if this is meant",
             # Names the line of the user's loop: above this method and the generator of the batches.
             stacklevel=3,
         )

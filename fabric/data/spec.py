@@ -266,6 +266,7 @@ class ActiveLoop:
         previous_batch_number: number of the batch before the latest. At the first batch, number of
             the start. Negative before the first batch.
         was_gathered_for_metrics: whether ``fabric.gather_for_metrics`` was called in the loop.
+        repeated_batches: number of batches that this rank got again, under ``"longest"``.
         worker_streams: the random streams that the user's ``worker_init_fn`` seeds. None if there
             is none, or if ranks need not have different streams.
     """
@@ -276,6 +277,7 @@ class ActiveLoop:
     worker_streams: WorkerStreams | None = None
     previous_batch_number: int = -1
     was_gathered_for_metrics: bool = False
+    repeated_batches: int = 0
 
 
 class _Order(NamedTuple):
