@@ -231,6 +231,9 @@ class ReplicaComparison:
         scaler: the loss scaler, or None.
         recorder: counts the optimizer steps.
         pass_order: the order of the passes of several models, which is compared, too.
+        backward: the hooks around backward passes.
+        passes_between: the number of backward passes from one comparison to the next. Only those
+            that all ranks make are counted. None if backward passes make no comparisons.
 
     Attributes:
         watched: the objects whose replicas are compared. Modules are added by :meth:`watch_module`.
@@ -244,6 +247,9 @@ class ReplicaComparison:
         scaler: LossScaler | None,
         recorder: FlightRecorder,
         pass_order: PassOrder,
+        *,
+        backward: Hooks,
+        passes_between: int | None,
     ) -> None:
         """Start without modules and optimizers."""
         self.watched = WatchedObjects(scaler, pass_order)
@@ -255,13 +261,10 @@ class ReplicaComparison:
         # The number of optimizer steps before the latest comparison that found no difference. None
         # if there was no such comparison.
         self._agreed_steps: int | None = None
-
-        # The number of backward passes from one comparison to the next. None if backward passes
-        # make no comparisons. compare_every() sets it.
-        self._passes_between: int | None = None
-        self._counted_passes = 0
-        # Whether the next backward pass is counted: all ranks make it.
-        self._is_next_pass_counted = False
+        # Compares after some backward passes. None if backward passes make no comparisons.
+        self._regular: _RegularComparison | None = None
+        if passes_between is not None:
+            self._regular = _RegularComparison(self, backward, passes_between)
 
     def watch_module(self, contract: GradientContract, forward: Hooks) -> None:
         """Compare a module from now on. Called at its setup, when it is equal on all ranks.
@@ -271,9 +274,8 @@ class ReplicaComparison:
             forward: the hooks around the module's forward pass.
         """
         self.watched.add_module(contract)
-        # Forward passes are recorded only if backward passes make comparisons.
-        if self._passes_between is not None:
-            forward.after.append(partial(self._after_forward, contract.synchronizes))
+        if self._regular is not None:
+            self._regular.watch(contract, forward)
 
     def compare(self, request: str) -> None:
         """Compare the replicas of all ranks at once. Collective: every rank must call it.
@@ -437,20 +439,41 @@ class ReplicaComparison:
         details_of_ranks = self._communicator.gather_objects(details)
         return describe_drift(details_of_ranks, may_shard_states=may_shard_states)
 
-    # -- every so many backward passes ----------------------------------------------------------
 
-    def compare_every(self, num_passes: int, backward: Hooks) -> None:
-        """Compare the replicas after every ``num_passes`` backward passes that all ranks make."""
-        self._passes_between = num_passes
+class _RegularComparison:
+    """Compares the replicas after every so many backward passes that all ranks make.
+
+    Args:
+        comparison: compares the replicas.
+        backward: the hooks around backward passes.
+        passes_between: the number of counted backward passes from one comparison to the next.
+    """
+
+    def __init__(self, comparison: ReplicaComparison, backward: Hooks, passes_between: int) -> None:
+        """Add the comparison to the hooks around backward passes."""
+        self._comparison = comparison
+        self._passes_between = passes_between
+        self._counted_passes = 0
+        # Whether the next backward pass is counted: all ranks make it.
+        self._is_next_pass_counted = False
         backward.after.append(self._after_backward)
+
+    def watch(self, contract: GradientContract, forward: Hooks) -> None:
+        """Count the backward passes of a module from now on.
+
+        Args:
+            contract: the contract of the module.
+            forward: the hooks around the module's forward pass.
+        """
+        forward.after.append(partial(self._after_forward, contract.synchronizes))
 
     def _after_forward(
         self, synchronizes: Callable[[], bool], output: object, error: BaseException | None
     ) -> None:
         """Let the next backward pass count if it synchronizes gradients.
 
-        All ranks make such a backward pass. A rank may make any other one alone. A function of
-        ``Hooks.after``.
+        All ranks make such a backward pass. A rank may make any other one alone. Called after each
+        forward pass.
 
         Args:
             synchronizes: returns whether a backward pass would synchronize gradients now.
@@ -465,14 +488,14 @@ class ReplicaComparison:
 
         ``Fabric.backward`` calls this after each pass. Collective if the replicas are compared.
         """
-        is_counted = self._is_next_pass_counted and error is None and not self.is_paused
+        is_counted = self._is_next_pass_counted and error is None and not self._comparison.is_paused
         # _after_forward() sets it again before the next backward pass that all ranks make.
         self._is_next_pass_counted = False
-        if not is_counted or self._passes_between is None:
+        if not is_counted:
             return
         self._counted_passes += 1
         if self._counted_passes % self._passes_between == 0:
-            self.compare("fabric.backward(...)")
+            self._comparison.compare("fabric.backward(...)")
 
 
 # [Note: Comparison in a save]
