@@ -48,39 +48,43 @@ class SynchronizedStreams:
         # this object.
         self._num_draws = 0
 
-    def run_synchronized(
-        self, action: Callable[[], T], saved: State | None = None
-    ) -> tuple[State, T]:
-        """Run ``action`` with the streams in a saved state, or in rank 0's state.
+    def run_with_saved_state(self, action: Callable[[], T], saved: State) -> T:
+        """Run ``action`` with the streams in a saved state, and return its result.
 
-        Without ``saved``, all ranks call this method in the same sequence. Afterwards, the streams
-        are as follows:
+        Not a collective, since all ranks have loaded the same saved state. Afterwards, a generator
+        continues from where ``action`` left it. The global streams of the process (of torch, numpy
+        and Python) have their earlier states again.
+
+        Args:
+            action: draws random numbers.
+            saved: a state that :meth:`run_synchronized` returned.
+        """
+        earlier_state = self.streams.state()
+        self.streams.restore(saved)
+        result = action()
+        self.streams.restore_global_streams(earlier_state)
+        return result
+
+    def run_synchronized(self, action: Callable[[], T]) -> tuple[State, T]:
+        """Run ``action`` with the streams in rank 0's state.
+
+        All ranks call this method in the same sequence. Afterwards, the streams are as follows:
 
         - A generator continues from where ``action`` left it.
         - A global stream of the process (of torch, numpy or Python) continues from there, too, if
           its state before was equal to rank 0's.
         - A global stream whose state differed from rank 0's has its earlier state again, since
           ranks may differ on purpose.
-        - If ``saved`` is given, all global streams have their earlier states again.
-
-        Args:
-            action: draws random numbers.
-            saved: the state of the streams to draw from. None draws from rank 0's state.
 
         Returns:
-            The state of the streams before ``action``, which can be passed as ``saved`` later, and
-            the result of ``action``.
+            The state that ``action`` drew from, for :meth:`run_with_saved_state`, and the result of
+            ``action``.
         """
         local_state = self.streams.state()
-        if saved is not None:
-            # Not a collective, since all ranks have the same saved state.
-            self.streams.restore(saved)
-            result = action()
-            self.streams.restore_global_streams(local_state)
-            return saved, result
-        # False if nothing random is drawn.
+        # Without streams ``action`` draws nothing random.
         has_streams = bool(self.streams)
         if self._from_rank0 is None or not has_streams:
+            # Each rank draws from its own state. Nothing is exchanged, on any rank.
             return local_state, action()
         key = f"loader/{self._name}/epoch/{self._num_draws}"
         self._num_draws += 1
@@ -188,6 +192,8 @@ class ShardedSampler:
             # It must not change the loader's position.
             position = EpochPosition(position.epoch)
         if self._batch_sampler is not None:
+            # The batch sampler iterates a copy of this object that has no batch sampler. That copy
+            # draws the order, by the code below.
             return iter(self._batches(position))
         # A copy, so that later changes of this object do not affect the iterator.
         shard = self.entry_sampler_at(position)
@@ -252,28 +258,39 @@ class ShardedSampler:
             action: draws the numbers.
         """
         saved = self.position.states_to_replay.get(phase)
-        state, result = self._synchronized_streams.run_synchronized(action, saved)
+        if saved is None:
+            state, result = self._synchronized_streams.run_synchronized(action)
+        else:
+            state = saved
+            result = self._synchronized_streams.run_with_saved_state(action, saved)
         self.position.drawn_states[phase] = state
         return result
 
     def _entries_of_rank(self, order: Iterator[Any]) -> Iterable[Any]:
         """Return this rank's entries of an order, without the entries that were received before.
 
-        An entry is one item of the order: a sample or, from a batch sampler, a whole batch. The
-        order is divided in rounds of ``num_replicas`` entries, one for each rank.
+        An entry is one item of the order: a sample or, from a batch sampler, a whole batch.
 
         The caller replays or synchronizes the random streams only during this call. So the order is
         drawn before this method returns, even if the sampler would draw it later.
         """
-        # Counts the entries of all ranks.
-        skipped = self.position.skipped_entries
         if self.num_replicas == 1:
+            skipped = self.position.skipped_entries
             # At least one entry is read now, since a sampler whose __iter__ is a generator function
             # draws its order only when its first entry is read.
             first_entries = list(islice(order, max(skipped, 1)))
             return chain(first_entries[skipped:], order)
         if length_of(self.sampler) is None:
             return self._entries_of_unsized(order)
+        return self._entries_of_sized(order)
+
+    def _entries_of_sized(self, order: Iterator[Any]) -> Iterator[Any]:
+        """Return this rank's entries of an order with a length, which is drawn during this call.
+
+        A round is ``num_replicas`` entries of the order, one for each rank. The rounds begin after
+        the entries that were received before, so that a job with another number of ranks can
+        continue the order.
+        """
         # The entries of a SequentialSampler are a range, which takes no memory, unlike a list. The
         # type is compared exactly, since a subclass may yield other entries.
         if type(self.sampler) is SequentialSampler:
@@ -281,9 +298,11 @@ class ShardedSampler:
         else:
             entries = list(order)
         length = len(entries)
+        # Counts the entries of all ranks.
+        skipped = self.position.skipped_entries
         # A position that counts repeated entries may be behind the end of the order.
         remaining = max(0, length - skipped)
-        # The rounds begin after the skipped entries. The last round may be incomplete.
+        # The last round may be incomplete.
         end_of_full_rounds = length - remaining % self.num_replicas
         shard = entries[skipped + self.rank : end_of_full_rounds : self.num_replicas]
         has_incomplete_round = end_of_full_rounds < length
@@ -347,6 +366,8 @@ class ShardedSampler:
                 padded = entries + padding * self.num_replicas
                 yield padded[self.rank]
             # An incomplete round that is not padded is left out. It is the last one.
+            # Draw the next round. ``remaining`` runs the user's sampler, which draws from the
+            # global streams.
             global_state = streams.state()
             streams.restore(private_state)
             entries = list(islice(remaining, self.num_replicas))
