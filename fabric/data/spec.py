@@ -484,22 +484,28 @@ def _saves_more_than_order(loader: DataLoader[Any], sampler: Any) -> bool:
 def _build_sampler(
     loader: DataLoader[Any], order: _Order, order_streams: RandomStreams, request: ShardRequest
 ) -> ShardedSampler:
-    """Return the sampler that yields this rank's shard of the order."""
-    rank = request.rank
-    shard_count = request.shard_count
-    if _sampler_shard(order.sampler) is not None:
-        shard_count = 1  # the sampler shards by itself
-    if shard_count == 1:
-        rank = 0  # the only shard, which is the same on each rank
+    """Return the sampler that yields this rank's shard of the order.
+
+    If fabric does not shard the order, the shard is all that the user's sampler yields.
+    """
+    sampler_shards_itself = _sampler_shard(order.sampler) is not None
+    if request.shard_count > 1 and not sampler_shards_itself:
+        rank = request.rank
+        num_replicas = request.shard_count
+        from_rank0 = request.from_rank0
+    else:
+        rank = 0
+        num_replicas = 1
+        # Only ranks that divide one order among them have to draw the same order.
+        from_rank0 = None
     # With drop_last, the plain loop leaves the samples of an incomplete last batch out. So fabric
-    # leaves an incomplete last round out and does not pad it.
+    # leaves an incomplete last round out and does not pad it. Entries that the loader does not
+    # group into batches are not subject to drop_last.
     drops_last = order.batch_sampler is not None and loader.drop_last
-    # Unless fabric shards the order, the ranks need not draw the same order.
-    from_rank0 = request.from_rank0 if shard_count > 1 else None
     return ShardedSampler(
         order.sampler,
         rank=rank,
-        num_replicas=shard_count,
+        num_replicas=num_replicas,
         pads=request.uneven == "pad" and not drops_last,
         streams=SynchronizedStreams(order_streams, from_rank0, request.name),
         batch_sampler=order.batch_sampler,
@@ -561,7 +567,8 @@ def _streams_of(sampler: Any, loader_generators: tuple[torch.Generator, ...]) ->
     # A subclass may draw from more streams, so types are compared exactly.
     sampler_type = type(sampler)
     has_fixed_order = sampler_type in (SequentialSampler, list, tuple, range)
-    # A sampler that shards by itself draws the same order on all ranks without fabric's help.
+    # A sampler that shards by itself has to draw the same order on all ranks without fabric's help.
+    # So it draws from no stream of the process: torch's seeds a generator by its seed and epoch.
     shards_itself = _sampler_shard(sampler) is not None
     if has_fixed_order or shards_itself:
         return RandomStreams()
@@ -569,6 +576,7 @@ def _streams_of(sampler: Any, loader_generators: tuple[torch.Generator, ...]) ->
         return _streams_of(sampler.sampler, loader_generators)
     if sampler_type in _RANDOM_SAMPLERS:
         if sampler.generator is None:
+            # torch's samplers then draw from torch's global stream.
             return RandomStreams(global_streams=("torch",))
         return RandomStreams(generators=(sampler.generator,))
     # dict.fromkeys drops a generator that both lists have, and keeps the order.
