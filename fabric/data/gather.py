@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -100,13 +100,15 @@ def gather_batch(
     _check_concurrent_loops(loop, active_loops, loader)
     _check_data_is_sharded(communicator, loop.spec)
     _check_repetitions_are_known(loop.spec)
-    # At the end of the loop, fabric does not warn of repeated samples.
+    # fabric warns at the end of a loop whose batches repeated samples, unless this is true: the
+    # result of this function has no repetitions.
     loop.was_gathered_for_metrics = True
     layout = _layout(loop)
     leaves, structure = flatten(results)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         _check_leaf(path, leaf, layout)
     if layout.is_uneven:
+        # A rank that has run out of data got its last batch again, and sends no rows for it.
         leaves = [_without_repeat(leaf, layout) for leaf in leaves]
     gathered = _gather_leaves(communicator, leaves, layout, key=_iteration_key(loop))
     return unflatten(structure, gathered)
@@ -127,10 +129,11 @@ def _gather_leaves(
     # all_gather raises if a collection has different keys on the ranks.
     collection = {key: leaves}
     if layout.is_uneven or layout.unit == "batches":
-        # Ranks may have different numbers of rows.
+        # Ranks may have different numbers of rows, so rows cannot alternate between the ranks.
         gathered = all_gather_ragged(communicator, collection)[key]
         join_ranks = _concatenate
     elif layout.unit == "samples":
+        # Consecutive samples of the order are on consecutive ranks.
         gathered = all_gather(communicator, collection)[key]
         join_ranks = _interleave
     else:
@@ -140,7 +143,9 @@ def _gather_leaves(
     joined: list[Any] = []
     for leaf, rank_values in zip(leaves, gathered, strict=True):
         if isinstance(leaf, Tensor):
-            # Beyond the remaining entries of the order, all samples are repetitions.
+            # Keeps only as many entries as remained in the order: the entries after them are
+            # repetitions. An entry is a sample or, if the unit is "batches", a rank's batch. None
+            # keeps all entries.
             leaf = join_ranks(rank_values, layout.size.remaining_entries)
         joined.append(leaf)
     return joined
@@ -285,6 +290,7 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     if spec.num_replicas == 1 or spec.is_sharded_in_rounds:
         return _UNKNOWN_SIZE
     order_length = _order_length(spec)
+    # ``received_batches`` counts this batch already.
     position_before = replace(position, received_batches=position.received_batches - 1)
     remaining_entries = None
     if order_length is not None:
@@ -294,6 +300,7 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
     samples_of_rank = None
     shard_length = spec.shard_length(position)
     if spec.unit == "samples" and shard_length is not None:
+        # This rank's last batch may be short.
         remaining_of_rank = shard_length - position_before.received_batches * spec.entries_per_batch
         samples_of_rank = min(spec.entries_per_batch, remaining_of_rank)
     return _BatchSize(remaining_entries=remaining_entries, samples_of_rank=samples_of_rank)
@@ -382,14 +389,7 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     elif isinstance(leaf, Number):
         description = f"it is the number {leaf!r}"
     elif isinstance(leaf, str) and _ITEM_OF_LIST.search(path):
-        raise ConfigurationError(
-            f"gather_for_metrics(...) of {path}",
-            problem=f"strings are not gathered: {leaf!r} is of this process's batch, and the "
-            "result would have no strings of the other processes",
-            expected="tensors of shape (n, ...), one entry for each sample of this batch",
-            suggestion="gather token ids or the indices of the samples, as a tensor, and make the "
-            "strings from the result",
-        )
+        _refuse_string(path, leaf)
     else:
         return
     leaf_name = path or "the tensor"
@@ -400,6 +400,18 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
         expected=f"tensors of shape ({rows}, ...), one entry for each sample of this batch",
         suggestion="the values before any mean or sum; fabric.all_reduce(x) for a number for the "
         "whole batch",
+    )
+
+
+def _refuse_string(path: str, text: str) -> NoReturn:
+    """Raise the error for a string in a list of the results. ``path`` is the path to the string."""
+    raise ConfigurationError(
+        f"gather_for_metrics(...) of {path}",
+        problem=f"strings are not gathered: {text!r} is of this process's batch, and the "
+        "result would have no strings of the other processes",
+        expected="tensors of shape (n, ...), one entry for each sample of this batch",
+        suggestion="gather token ids or the indices of the samples, as a tensor, and make the "
+        "strings from the result",
     )
 
 

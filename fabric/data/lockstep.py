@@ -197,22 +197,25 @@ class Lockstep:
                 overlap with the user's step. If not, ``is_final`` stays false.
         """
         loop_number = next(self._loop_numbers)
-        batch_number = 0  # of the current batch, from 1
+        # Number of the current batch, from 1. The first exchange, before any batch, has number 0.
+        batch_number = 0
         counts = self._start_exchange(loop_number, batch_number, remaining).result()
         # The number of batches that every rank yields. None unless all ranks know their counts.
         total = None if _UNKNOWN in counts else choose(counts)
         has_batch = _all_continue(counts, choose)
         batch = _END_OF_BATCHES
         if has_batch:
-            # The batch to repeat if this rank never has one. All ranks take part in sending it.
+            # The batch to repeat if this rank never has one. Every rank makes this call, since
+            # another rank may need this rank's batch.
             batch = self._first_repeat(counts, remaining)
         while has_batch:
-            # This rank has run out, and another rank has not.
+            # Only under "longest": this rank has run out, and another rank has not.
             is_repeat = not remaining.has_next()
             # A repeat leaves ``batch`` as it is: the last batch of this rank, if it had one.
             if not is_repeat:
                 batch = remaining.take()
             batch_number += 1
+            # With a total, the end is known, and the ranks exchange nothing more.
             next_exchange = None
             if total is None:
                 next_exchange = self._start_exchange(loop_number, batch_number, remaining)

@@ -67,6 +67,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     call = CallDescription("compute_metrics")
     # Raises the error of any rank on all ranks.
     sent_by_rank = communicator.gather_objects(sent, call=call, error=error)
+    # All ranks have the same counts, so all of them raise, or none.
     _check_counts(call_text, sent_by_rank)
     with ExitStack() as undo:
         for index, metric in enumerate(metrics_by_path.values()):
