@@ -321,6 +321,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             # The statistics of a SyncBatchNorm would count repeated batches.
             self._job.lockstep.check_no_sync_batch_norm()
         self._follow_user_epoch()
+        # Only the first iteration after load_state_dict() continues at the loaded position.
         loaded_position = self._loaded_position
         self._loaded_position = None
         position = self._begin_position(loaded_position)
@@ -332,11 +333,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             if loaded_position.get("dataset_has_ended", False):
                 # No batch is left, but the dataset may still have to move on to its next epoch.
                 batches = self._finish_ended_epoch(batches, loaded_position["dataset"])
+        # Batches are looked at ahead before they are moved, so that a batch takes memory of the
+        # device only when the user gets it. The observers see what the user gets.
         batches = self._look_ahead(batches, position, marks_last_batch)
         if self._move_batch is not None:
             batches = map(self._move_batch, batches)
         batches = self._job.session.observe_batches(batches)
-        # The start of a loop has a number of its own, to compare it with batches of other loops.
+        # The start of a loop is numbered as if it were a batch. By the numbers,
+        # fabric.gather_for_metrics finds whether another loop has yielded a batch since the start.
         start_number = next(self._job.batch_numbers)
         loop = ActiveLoop(
             self._spec, position, batch_number=start_number, worker_streams=self._worker_streams
@@ -418,22 +422,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
 
         torch's ``iter()`` draws the base seed of the workers from the random streams. The user
         restores the streams to their states at the save, which was after this draw. So the streams
-        get their states back after ``iter()``. The exceptions are the generators from which the
-        sampler draws the order again: they keep the states that the sampler leaves.
+        get their states back after ``iter()``.
         """
-        spec = self._spec
-        replayed_generators: tuple[torch.Generator, ...] = ()
-        if position.states_to_replay:
-            replayed_generators = spec.order_streams.generators
-        generators: list[torch.Generator] = []
-        for generator in spec.generators:
-            if generator not in replayed_generators:
-                generators.append(generator)
-        streams = RandomStreams(global_streams=("torch",), generators=tuple(generators))
-        if spec.is_sharded_in_rounds:
+        streams = self._streams_to_restore(position)
+        if self._spec.is_sharded_in_rounds:
             # An InterleavedIterable, which wraps the user's dataset.
             dataset: Any = self.loader.dataset
             # To read a sample in iter() would change the random streams and the dataset's state.
+            # Each iteration sets this anew, so an earlier value does not matter.
             dataset.read_first_sample_in_iter(False)
         states_before = streams.state()
         batches = iter(self.loader)
@@ -443,6 +439,21 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             # calls torch's iter() when its first batch is asked for.
             return _draw_seed_from_copy(self.loader, batches)
         return batches
+
+    def _streams_to_restore(self, position: EpochPosition) -> RandomStreams:
+        """Return the streams that ``iter()`` must not change when it continues at ``position``.
+
+        These are torch's global stream and the loader's generators. The exceptions are generators
+        from which the sampler draws the order again: they keep the states that the sampler leaves.
+        """
+        replayed_generators: tuple[torch.Generator, ...] = ()
+        if position.states_to_replay:
+            replayed_generators = self._spec.order_streams.generators
+        generators: list[torch.Generator] = []
+        for generator in self._spec.generators:
+            if generator not in replayed_generators:
+                generators.append(generator)
+        return RandomStreams(global_streams=("torch",), generators=tuple(generators))
 
     def _finish_ended_epoch(self, batches: Iterator[Any], dataset_state: Any) -> Iterator[Any]:
         """Take an iterable dataset to the start of its next epoch, and return no batches.
@@ -578,17 +589,20 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them
             back.
         """
-        position: EpochPosition | None = self._latest_position
-        has_begun = position is not None and not position.is_finished
-        if position is None or position.is_finished:
+        latest_position: EpochPosition | None = self._latest_position
+        if latest_position is None or latest_position.is_finished:
             # No iteration is active: the position is the start of the next epoch.
+            has_begun = False
             position = EpochPosition(self._next_epoch)
+        else:
+            has_begun = True
+            position = latest_position
         if self._loader_keeps_position:
             # load_state_dict() has passed a loaded position on to the user's loader.
             return self._loader_position(position)
         if self._loaded_position is not None:
-            # No iteration has begun since load_state_dict. The number of ranks and the batch size
-            # are taken from this loader, and not from the loaded position.
+            # No iteration has begun since load_state_dict, so the loaded position still holds. Its
+            # number of ranks and batch size are replaced by those of this loader.
             return {**self._loaded_position, **self._spec.summary()}
         dataset_state = DatasetState()
         if has_begun and self._dataset_keeps_position:
@@ -637,12 +651,14 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         if self._job.rank == 0:
             warn_of_other_batches(state, self._spec)
         is_inside = is_inside_epoch(state, self._spec)
-        # Fabric keeps this loader's position, and has put a sampler into it unless the dataset is
+        # fabric has put a sampler into each loader whose position it keeps, unless the dataset is
         # iterable.
         is_iterable = self._spec.sharded_sampler is None
         if is_inside and is_iterable:
             # The position in the dataset is part of the dataset's state.
             self._spec.dataset.load_state_dict(state["dataset"])
+        # Also at the start of an epoch, so that the next order is that of an uninterrupted run.
+        # check_saved_position() has compared the number of generators.
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
         self._next_epoch = state["epoch"]
@@ -668,21 +684,28 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         Raises:
             CheckpointError: the state is fabric's, or of another number of ranks.
         """
+        # A state that is not a mapping can only be a plain state of the loader.
         content: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
-        is_of_fabric = "cursor" in content  # only positions that fabric keeps have a cursor
         # A plain state of the loader has no number of ranks: it was saved on one rank.
         ranks = content.get("num_replicas", 1)
-        if is_of_fabric or ranks != self._spec.num_replicas:
-            source = "fabric's" if is_of_fabric else f"one of {ranks} processes"
+        source = None
+        if "cursor" in content:
+            # Only positions that fabric keeps have a cursor.
+            source = "fabric's"
+        elif ranks != self._spec.num_replicas:
+            source = f"one of {ranks} processes"
+        if source is not None:
             raise CheckpointError(
                 "loader.load_state_dict()",
                 problem=f"the {type(self.loader).__name__} keeps its own position; this is "
                 f"{source}",
                 expected="a plain DataLoader, or as many processes",
             )
+        # _loader_position() puts the loader's state into such a dict if more has to be saved.
         is_wrapped = content.keys() >= {"epoch", "num_replicas", "loader"}
         if is_wrapped:
             self._next_epoch = content["epoch"]
+            # state_dict() must not return the epoch of an earlier iteration.
             self._latest_position = None
             state = content["loader"]
         stateful_loader: Any = self.loader
@@ -720,6 +743,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         position = loop.position
         active_loops = self._job.active_loops
         batch_numbers = self._job.batch_numbers
+        is_first_batch = True
         try:
             for batch in batches:
                 # A rank that has run out gets its last batch again, which counts only once.
@@ -729,11 +753,10 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
                     position.received_batches += 1
                 # Set for each batch, since several loops over this loader may take turns.
                 attributes["_latest_position"] = position
-                # Negative only before the first batch: afterwards it is the number of a batch, or
-                # of the start of the loop, which are counted from 0.
-                is_first_batch = loop.previous_batch_number < 0
+                # Before its first batch a loop has no batch that results could be of.
                 if is_first_batch:
                     active_loops.append(loop)
+                    is_first_batch = False
                 loop.previous_batch_number = loop.batch_number
                 loop.batch_number = next(batch_numbers)
                 yield batch
