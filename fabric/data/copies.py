@@ -103,10 +103,13 @@ class OverlappedCopies:
                 # tensor itself, and may overwrite it with the next batch.
                 return to_device(batch, self._device)
             batch = map_tensors(methodcaller("pin_memory"), batch)
+        # The user may change the current stream between two batches, so it is looked up for each.
         compute_stream = self._cuda.current_stream(self._device)
+        # Before the copy, so that the batch does not take memory while the CPU waits.
         self._limit_steps_ahead(compute_stream)
         with self._cuda.stream(self.side_stream):
             moved = to_device(batch, self._device, non_blocking=True)
+        # What the user computes with the batch from now on waits for the copy.
         compute_stream.wait_stream(self.side_stream)
         moved_buffers = _buffers_in(moved)
         for buffer in moved_buffers:
@@ -118,6 +121,7 @@ class OverlappedCopies:
             # The ``to`` of a user's class may leave a tensor on the CPU, which needs no record.
             is_on_cpu = isinstance(buffer, Tensor) and buffer.device.type != self._device.type
             if not is_on_cpu:
+                # torch then does not reuse the memory for a later copy while it is in use.
                 buffer.record_stream(compute_stream)
         return moved
 
