@@ -109,8 +109,8 @@ class Runtime:
         Args:
             communicator: the collectives over all ranks, if the caller has connected the ranks, as
                 threads in tests are. None, the default, lets the runtime connect them.
-            store: the store that the caller's ranks share. None, the default, lets the runtime find
-                or create one.
+            store: the store that the caller's ranks share. The caller passes both arguments or
+                neither. None, the default, lets the runtime find or create a store.
         """
         self.accelerator.activate(self.device)
         self._is_started = True  # close() has something to release from here on
@@ -130,9 +130,18 @@ class Runtime:
             default_group = None  # torch's name for the group of all processes
             communicator = ProcessGroupCommunicator(default_group, self.device, self.timeout)
         self.communicator = communicator
-        if size == 1:
-            return
-        if not is_connected_by_caller:
+        if size > 1:
+            # No reporter if the caller has connected the ranks, which it also watches.
+            self._record_collectives(store, has_reporter=not is_connected_by_caller)
+
+    def _record_collectives(self, store: dist.Store, has_reporter: bool) -> None:
+        """Have the collectives of ``communicator`` recorded and, in checked mode, compared.
+
+        Args:
+            store: this job's part of the store that the ranks share.
+            has_reporter: whether a thread prints hang reports from the records.
+        """
+        if has_reporter:
             self.reporter = self._start_reporter(store)
         if self.reporter is not None:
             # The thread of the reporter reads this recorder.
@@ -337,6 +346,7 @@ class Runtime:
                 mesh = dist.init_device_mesh(
                     self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
                 )
+            # torch has created the groups with its default timeout, and not with the user's.
             for group in mesh.get_all_groups():
                 # A mesh of one dimension uses the group of all processes. The group may be the
                 # user's own, and keeps its timeout.
