@@ -100,6 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         # this rank has fewer than two values. Otherwise the count of this rank is enough.
         min_count = local_count if local_count >= 2 else int(count)
         if min_count == 1:
+            # All ranks raise, since each has at most one value, and so has read the count.
             # The words of torch's error.
             raise ValueError("Expected more than 1 value per channel when training, on all ranks")
         # If the batches of all ranks are empty, divide by 1 instead of 0. The output is empty, too.

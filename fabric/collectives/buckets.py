@@ -265,7 +265,8 @@ class Bucket:
         results = section.tolist()
         count = len(self.numbers)
         # In a sum of integers, _number_tensor() has appended the upper 32 bits of each number. The
-        # second half of the results then has the sums of the upper 32 bits.
+        # second half of the results then has the sums of the upper 32 bits. `num_ranks` is None for
+        # a sum.
         has_upper_halves = len(results) > count
         if has_upper_halves:
             results = list(map(_exact_sum, results[:count], results[count:]))

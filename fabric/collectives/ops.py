@@ -115,6 +115,8 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     received = communicator.broadcast_object(tree_of_metas, src, call=call, error=error)
     if not is_source:
         leaves, structure = flatten(received)
+        # Replaces each TensorMeta by a tensor of the same dtype and shape. So the buckets have the
+        # same order and lengths as those of the sender.
         _allocate_tensors(leaves, tree, device)
         buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
     buffers: list[Tensor] = []
@@ -480,6 +482,7 @@ def _run_for_buckets(
         if may_overflow and not fits_dtype(result, bucket.dtype):
             overflow_error = sum_overflow_error(operation.value, bucket.dtype)
         bucket.unpack(result, leaves, num_ranks)
+    # Raised after the loop, since other ranks may have no overflow, and then make all collectives.
     if overflow_error is not None:
         raise overflow_error
 

@@ -121,10 +121,12 @@ class _Rows:
         start = _DATA_START // buffer.itemsize
         # A tensor made in inference mode could not be written to by a later call outside of it.
         with torch.inference_mode(False):
+            # The row to send, once for each receiver, and the views of its parts.
             self.copies = torch.zeros(shape, dtype=torch.int64, device=buffer.device)
             self.copies[:, 0].fill_(_checksum(text))
             self.row = self.copies[0]
             self.copied_data = self.copies.view(buffer.dtype).narrow(1, start, num_elements)
+            # The rows that arrive, one from each rank, and the views of their parts.
             self.received = torch.empty_like(self.copies)
             self.checksums = self.received[:, 0]
             self.data = self.received.view(buffer.dtype).narrow(1, start, num_elements)
@@ -228,6 +230,7 @@ class CheckedCommunicator(Communicator):
         # The inner communicator may return a new tensor instead of writing to `output`.
         if received is not rows.received:
             rows.received.copy_(received)
+        # Before the result: if the calls differ, the collective below could hang.
         self._compare(collective, rows.checksums)
         if not rows_carry_data:
             result = self._inner.run(collective)
@@ -236,6 +239,7 @@ class CheckedCommunicator(Communicator):
             result = rows.data.clone()
         else:
             result = fold(collective.reduce, rows.data_by_rank)
+        # Not after an error, which leaves the rows to the garbage collector.
         if can_reuse_rows:
             # Bounds the memory of a program that makes many different calls.
             if len(self._unused_rows) == _MAX_UNUSED_ROWS:

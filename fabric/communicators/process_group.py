@@ -396,7 +396,7 @@ class ProcessGroupCommunicator(Communicator):
             # This rank is not a member: torch returns an integer in place of a group.
             return None
         communicator = ProcessGroupCommunicator(group, self._process_device, self._timeout)
-        communicator._owns_group = True
+        communicator._owns_group = True  # close() destroys the group
         if communicator.device.type == "cpu":
             # new_group() of gloo returns when this rank is connected. Other ranks may still be
             # connecting, and would fail if this rank closed the group meanwhile.

@@ -63,6 +63,7 @@ class RecordedCommunicator(Communicator):
         # The call is recorded before the checks, since this rank may wait in a check, and a hang
         # report then shows the call.
         recorder.latest_collective = entry
+        # A thread makes one collective at a time.
         recorder.open_collectives[thread] = entry
         recorder.latest_key = entry.group  # the group whose count _new_entry() has increased
         try:
