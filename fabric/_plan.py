@@ -727,6 +727,8 @@ def _parse_devices(
         return strategy.parallel_devices or accelerator.parse_devices(devices)
     _refuse_one_process_strategy(strategy, job)  # raises if the strategy needs a single process
     num_processes = job.world.local_world_size
+    # A strategy with `parallel_devices` does not come here, since they have replaced "auto" in the
+    # arguments of Fabric.
     if devices == "auto":
         # On the CPU, any number of processes share the cores.
         if accelerator.name != "cpu":

@@ -143,6 +143,7 @@ class JobStore:
                 not wait. The result has no entry for a rank that does not publish in this time.
         """
         key_of_rank = {rank: f"{topic}/{rank}" for rank in ranks}
+        # Waits for the keys, for at most `max_wait`, and adds those that exist to _existing_keys.
         self._note_existing_keys(set(key_of_rank.values()), max_wait)
         published_keys: dict[int, str] = {}
         for rank, key in key_of_rank.items():

@@ -380,6 +380,8 @@ def _split_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], An
         build: builds a mapping of the same type from a dict with the same keys, in the mapping's
             own order.
     """
+    # Sorted, since ranks may have added the same keys in different orders, and a collective needs
+    # the leaves in the same order on all ranks.
     if _STRING_TYPES.issuperset(map(type, tree)):  # the common case, which is fast
         keys = sorted(tree)
     else:

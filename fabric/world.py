@@ -38,7 +38,8 @@ class World:
 
     def __post_init__(self) -> None:
         """Raise a ConfigurationError if the numbers contradict each other."""
-        # Each of the other nodes has at least one process.
+        # Each of the other nodes has at least one process. The difference is negative if this node
+        # has more processes than the job. Then no node rank is valid.
         max_other_nodes = self.world_size - self.local_world_size
         is_rank_valid = 0 <= self.rank < self.world_size
         # A local rank is at most the global rank, since the ranks of a node are in global order.
