@@ -128,12 +128,13 @@ class Fabric(_Fabric):
             _refuse_second_environment(cluster, options)
             options["environment"] = _environment(cluster, options)
             if cluster is environment_of_strategy:
-                # While Fabric is constructed, the attribute may only have an environment of fabric.
-                # Then _plan_process() sets the attribute again.
+                # fabric's constructor reads this attribute, and takes no environment of Lightning.
+                # _plan_process() sets the attribute again.
                 strategy.cluster_environment = None
         elif isinstance(strategy, SingleDeviceStrategy):
-            # Processes of a launcher may each have a single device. They do not form a job.
+            # As in Lightning, the processes of a launcher then are jobs of one process each.
             options.setdefault("environment", "none")
+        # As text: an environment variable may have set the number.
         if str(options["num_nodes"]) == str(_DEFAULTS["num_nodes"]):
             # As in Lightning, the default leaves the number to a launcher that knows it.
             options["num_nodes"] = "auto"
@@ -146,7 +147,7 @@ class Fabric(_Fabric):
         checkpoint_io = sorted_plugins.get("checkpoint_io")
         if checkpoint_io is not None:
             self.strategy.checkpoint_io = checkpoint_io
-        # Changes the class of the strategy in place.
+        # Changes the class of the strategy in place. _plan_process() reads the class.
         strategies.with_lightning_methods(self.strategy)
         self._plan_process(cluster)
         # Whether launch() has been called.
@@ -425,20 +426,24 @@ class Fabric(_Fabric):
         """Clip the gradients of an optimizer's parameters.
 
         The module may be the user's own, the result of ``setup``, one that is not set up, or None:
-        Lightning reads the module under strategies that shard only.
+        Lightning reads the module under strategies that shard only. For a module that is not set
+        up, the parameters are those of the optimizer.
         """
         options: dict[str, Any] = {
             "clip_val": clip_val,
             "max_norm": max_norm,
             "error_if_nonfinite": error_if_nonfinite,
         }
-        is_set_up = module is not None
         if isinstance(module, nn.Module):
             module = self._prepared_module(module) or module
-            is_set_up = any(isinstance(child, FabricModule) for child in module.modules())
-        if is_set_up or optimizer is None:
+            # A module that is set up may also be a part of the user's module.
+            is_for_fabric = any(isinstance(child, FabricModule) for child in module.modules())
+        else:
+            is_for_fabric = module is not None  # fabric takes a list of modules, too
+        if is_for_fabric or optimizer is None:
             return super().clip_gradients(module, optimizer, norm_type=norm_type, **options)
         session = self._ensure_session("clip_gradients")
+        # An empty list of modules: none of them is set up.
         return session.clip_gradients([], optimizer, norm_type=float(norm_type), **options)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -595,6 +600,7 @@ def _effective_filters(filters: Any, state: Mapping[str, Any]) -> dict[str, Any]
                 expected="functions (name, value) -> bool, by names of the state",
             )
         value = state.get(name)
+        # A filter with a name that is not in the state stays: fabric refuses it.
         is_plain_value = name in state and not isinstance(value, dict)
         if is_plain_value and not hasattr(value, "state_dict"):
             continue

@@ -267,6 +267,7 @@ def precision_object(value: Any) -> "Precision":
     if isinstance(value, Precision):
         return value
     precision: Any = parse_precision(value)
+    # The "*-mixed" precisions have a compute_dtype, and the "*-true" precisions a param_dtype.
     if precision.name == "64-true":
         return DoublePrecision()
     if precision.compute_dtype:

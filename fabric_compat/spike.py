@@ -75,6 +75,7 @@ class SpikeDetection:
         value = float(loss)
         is_spike = batch_idx >= self.warmup and self._is_spike(value)
         if fabric.strategy.reduce_boolean_decision(is_spike, all=False):
+            # The step of the batch before may be the cause, so that batch is bad, too.
             self.bad_batches.extend([batch_idx - 1, batch_idx])
             if fabric.global_rank == 0:
                 self._write_bad_batches()
@@ -86,8 +87,13 @@ class SpikeDetection:
             self.last_val = value
 
     def _is_spike(self, value: float) -> bool:
+        """Return whether a loss is worse than the last one, and far from the mean of the window.
+
+        "Far" is at least ``atol`` and at least ``rtol`` times the mean. None stands for no limit.
+        """
         if self.finite_only and not math.isfinite(value):
             return True
+        # Positive if the value is worse: larger under "min", smaller under "max".
         change = value - self.last_val
         if self.mode == "max":
             change = -change
@@ -95,7 +101,7 @@ class SpikeDetection:
             return False
         mean = sum(self._losses) / len(self._losses)
         difference = abs(value - mean)
-        # A loss that is nan differs by no tolerance.
+        # "not >=", and not "<": comparisons with nan are false, so nan is within every tolerance.
         if self.atol is not None and not difference >= abs(self.atol):
             return False
         return self.rtol is None or difference >= abs(self.rtol * mean)

@@ -415,6 +415,7 @@ class DDPStrategy(_WithProcessGroup, strategies.DDPStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
+        # Not passed above: fabric's constructor refuses this argument.
         if process_group is not None:
             self.ddp_kwargs["process_group"] = process_group
 

@@ -128,7 +128,7 @@ def _unwrap_objects(collection: Any) -> Any:
     from lightning_utilities.core.apply_func import apply_to_collection
 
     def inner(obj: Any) -> Any:
-        plain = _unwrap_compiled(obj)[0]
+        plain, _ = _unwrap_compiled(obj)
         if isinstance(plain, FabricModule):
             return plain.module
         if isinstance(obj, FabricDataLoader):
