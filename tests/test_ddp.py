@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.prune import l1_unstructured, remove
 
 from fabric import Fabric
+from fabric.errors import ConfigurationError
 from fabric.strategies import DDPStrategy
 from tests.models import Net, OneWeight, PartlyUnused
 from tests.ranks import outcome, remedy, run_in_ranks
@@ -678,19 +679,63 @@ def test_a_save_of_replicas_between_two_averages_warns_that_it_has_those_of_rank
 
 
 def average_after_overflow(fabric: Fabric) -> list[float]:
-    """Return the weight after a step that overflows, and after a step that does not."""
+    """Return the weight after a step that overflows, and after two steps that do not."""
     net = OneWeight()
     model, optimizer = make(fabric, net)
     step_on(fabric, model, optimizer, math.inf)
     after_overflow = net.weight.mean().item()
-    step_on(fabric, model, optimizer, float(fabric.global_rank))
+    for _ in range(2):
+        step_on(fabric, model, optimizer, float(fabric.global_rank))
     return [after_overflow, net.weight.mean().item()]
 
 
-def test_a_step_that_overflows_averages_nothing() -> None:
+def test_a_step_that_overflows_is_a_step_of_the_period_of_averages() -> None:
     strategy = averaging_strategy(start_step=0, period=2)
     for weights in run_in_ranks(average_after_overflow, strategy=strategy, precision="16-mixed"):
-        assert weights == [1.0, pytest.approx(0.95)]
+        assert weights == [1.0, pytest.approx(0.9)]
+
+
+class TwoWeights(nn.Module):
+    """A model with two weights, of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = nn.Parameter(torch.full((2,), 3.0))
+
+
+def average_without_gradients(fabric: Fabric) -> list[list[float]]:
+    """Return both weights after each of four steps, which each rank makes with other gradients."""
+    net = TwoWeights()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    fabric.setup(net, optimizer)
+    weights = []
+    for step in range(4):
+        # As DDP's hook leaves them in an earlier step of local SGD: each rank has its own.
+        net.first.grad = None
+        net.second.grad = None
+        if fabric.global_rank == 0:
+            net.first.grad = torch.ones(2)
+        elif step != 1:
+            net.second.grad = torch.ones(2)
+        optimizer.step()
+        weights.append([net.first[0].item(), net.second[0].item()])
+    return weights
+
+
+def test_a_rank_without_gradients_takes_part_in_each_average() -> None:
+    strategy = averaging_strategy(start_step=0, period=2)
+    options = {"check_training": False}
+    of_rank_0, of_rank_1 = run_in_ranks(average_without_gradients, strategy=strategy, **options)
+    # The first step and the third one average.
+    assert of_rank_0 == [[0.5, 2.5], [-0.5, 2.5], [-0.5, 2.0], [-1.5, 2.0]]
+    assert of_rank_1 == [[0.5, 2.5], [0.5, 2.5], [-0.5, 2.0], [-0.5, 1.0]]
+
+
+@pytest.mark.parametrize("period", [0, -1, 1.5, True])
+def test_a_period_of_averages_that_is_no_number_of_steps_is_refused(period: Any) -> None:
+    with pytest.raises(ConfigurationError, match="no number of steps"):
+        averaging_strategy(start_step=0, period=period)
 
 
 def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], list[float]]:

@@ -11,10 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +47,7 @@ from fabric.strategies.parallel import (
     refuse_join,
     refuse_unprepared,
 )
-from fabric.tree import flatten
+from fabric.tree import flatten, parameters_of
 
 __all__ = ["DDPStrategy"]
 
@@ -178,12 +180,21 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_wrapper=...)", problem="there is no ddp_comm_hook to wrap"
             )
+        period = self.model_averaging_period
+        if period is None:
+            return
+        if type(period) is not int or period < 1:
+            raise ConfigurationError(
+                f"DDPStrategy(model_averaging_period={period!r})",
+                problem="it is no number of steps",
+                expected="an int of at least 1, or None",
+            )
         # torch's PostLocalSGDState has this attribute. Without local SGD, gradients are averaged in
         # every step, and the models of the ranks stay equal.
         is_local_sgd = hasattr(self.ddp_comm_state, "start_localSGD_iter")
-        if self.model_averaging_period is not None and not is_local_sgd:
+        if not is_local_sgd:
             raise ConfigurationError(
-                f"DDPStrategy(model_averaging_period={self.model_averaging_period})",
+                f"DDPStrategy(model_averaging_period={period})",
                 problem="replicas drift only with a PostLocalSGDState as ddp_comm_state and "
                 "post_localSGD_hook",
             )
@@ -319,19 +330,28 @@ class DDPStrategy(ParallelStrategy):
         if self.model_averaging_period is None:
             return
         # Imported here: few users average models.
-        from torch.distributed.algorithms.model_averaging import averagers
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-        averager = averagers.PeriodicModelAverager(
-            period=self.model_averaging_period,
-            warmup_steps=self._unpickled_hook_state().start_localSGD_iter,
-        )
+        period = self.model_averaging_period
+        # DDP averages the gradients of the steps before this one.
+        first_local_step = self._unpickled_hook_state().start_localSGD_iter
+        step_numbers = count()
 
         def average_after_step(stepped: Optimizer, *_: Any) -> None:
-            """Count a step. At the end of a period, average the parameters, which is collective."""
-            # torch averages only parameters with gradients, and fails if there are none, as in a
-            # step that is skipped after an overflow.
-            if _has_gradients(stepped):
-                averager.average_parameters(stepped.param_groups)
+            """Count a step. At the end of a period, average the parameters, which is collective.
+
+            All ranks make the same steps, but a rank may have no gradients in a step. So every step
+            counts, and every trainable parameter is averaged. torch's PeriodicModelAverager leaves
+            out parameters without gradients: ranks would send other parameters than their peers.
+            """
+            local_steps = next(step_numbers) - first_local_step
+            if local_steps < 0 or local_steps % period != 0:
+                return
+            parameters = parameters_of(stepped)
+            trainable = [parameter for parameter in parameters if parameter.requires_grad]
+            all_ranks: Any = dist.group.WORLD
+            if trainable:
+                average_parameters(iter(trainable), all_ranks)
 
         handle = optimizer.register_step_post_hook(average_after_step)
         self._teardown_calls.callback(handle.remove)
@@ -570,15 +590,6 @@ def _normalize_strides(module: nn.Module) -> None:
             view = buffer.data.view(-1).view(buffer.shape)
             if view.stride() != buffer.stride():
                 buffer.data = view
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    """Return whether any parameter of an optimizer has a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
 
 
 def _synchronized_parameters(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
