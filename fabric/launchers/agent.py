@@ -366,36 +366,44 @@ class _Coordinator:
             node.status = status
 
     def _admit_newcomers(self, now: float) -> None:
-        """Admit or refuse the agents that have asked to be the agent of their machine.
-
-        A newcomer replaces the current agent of its machine only if the current agent has ended or
-        is lost. Otherwise the newcomer waits, until it is admitted or refused.
-        """
+        """Admit or refuse the agents that have asked to be the agent of their machine."""
+        # The store keeps the latest request of each machine, also when it has been answered.
         for node_rank, content in self._store.read("newcomer", range(len(self._nodes))).items():
             newcomer = _NodeStatus(**content)
-            node = self._nodes[node_rank]
-            current = node.status
-            if current is not None and current.agent_id == newcomer.agent_id:
-                continue  # this agent was admitted by an earlier call
-            problem = self._find_problem(newcomer)
-            if problem != "":
-                self._store.set(f"refused/{newcomer.agent_id}", problem)
-                continue
-            is_first_request = node.newcomer != newcomer.agent_id
-            if is_first_request:
-                node.newcomer = newcomer.agent_id
-                node.newcomer_since = now
-            if current is not None:
-                # A newcomer on the same host has looked for the process of the earlier agent.
-                has_current_ended = newcomer.ended_agent == current.agent_id
-                if not has_current_ended and not self._is_lost(node, now):
-                    self._refuse_if_current_agent_is_alive(node_rank)
-                    continue  # the newcomer asks again, and the next call decides again
-                self._end_ranks_of_replaced_agent(node_rank, now)
-            # The newcomer is admitted: it is now the agent of its machine.
-            node.status = newcomer
-            node.last_seen = now
-            self._store.set(f"member/{node_rank}", newcomer.agent_id)
+            current = self._nodes[node_rank].status
+            is_admitted = current is not None and current.agent_id == newcomer.agent_id
+            if not is_admitted:
+                self._answer_newcomer(node_rank, newcomer, now)
+
+    def _answer_newcomer(self, node_rank: int, newcomer: _NodeStatus, now: float) -> None:
+        """Admit or refuse an agent that asks to be the agent of a machine, or let it wait.
+
+        A newcomer replaces the current agent of its machine only if the current agent has ended or
+        is lost. As long as this is not known, the newcomer gets no answer: it asks again, and
+        :meth:`update` calls this method again. The newcomer reads the answer from the store, under
+        ``member/`` or ``refused/``.
+        """
+        problem = self._find_problem(newcomer)
+        if problem != "":
+            self._store.set(f"refused/{newcomer.agent_id}", problem)
+            return
+        node = self._nodes[node_rank]
+        is_first_request = node.newcomer != newcomer.agent_id
+        if is_first_request:
+            node.newcomer = newcomer.agent_id
+            node.newcomer_since = now
+        current = node.status
+        if current is not None:
+            # A newcomer on the same host has looked for the process of the current agent.
+            has_current_ended = newcomer.ended_agent == current.agent_id
+            if not has_current_ended and not self._is_lost(node, now):
+                self._refuse_if_current_agent_is_alive(node_rank)
+                return
+            self._end_ranks_of_replaced_agent(node_rank, now)
+        # The newcomer is admitted: it is now the agent of its machine.
+        node.status = newcomer
+        node.last_seen = now
+        self._store.set(f"member/{node_rank}", newcomer.agent_id)
 
     def _refuse_if_current_agent_is_alive(self, node_rank: int) -> None:
         """Refuse the newcomer of a machine once the admitted agent is known to be alive.
@@ -453,6 +461,8 @@ class _Coordinator:
                 self._end_job(1, f"{self._title(node_rank)} {self._describe_silence(node)}")
                 return
         if self._phase is _Phase.RUNNING:
+            # If this ends the generation, the agents first have to read that it has ended. So a
+            # later call goes on with the phase ENDING.
             self._watch_generation(now)
             return
         if self._phase is _Phase.ENDING:
@@ -584,20 +594,26 @@ class _Coordinator:
         self._waiting_since = now
 
     def _start_generation(self, now: float) -> None:
-        """Start the next generation if all machines are there. Otherwise say which are missing."""
+        """Start the next generation if all machines are there. Otherwise say which are missing.
+
+        This method only changes the state. :meth:`update` publishes the state afterwards.
+        """
         missing: list[str] = []
         for node_rank, node in enumerate(self._nodes):
             if not self._is_ready(node, now):
                 missing.append(self._title(node_rank))
-        if not missing:
-            # Closes the store of the last generation, too. Port 0 means any port that is free.
-            self._rank_store = _serve(self._config.address, 0)
-            self._state = replace(self._state, port=self._rank_store.port)
-            self._started_generation = self._state.generation
-        elif now - self._waiting_since > _NOTICE_TIME:
-            names = ", ".join(missing[:8])  # enough for a line
-            notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
-            self._state = replace(self._state, notice=notice)
+        if missing:
+            if now - self._waiting_since > _NOTICE_TIME:
+                names = ", ".join(missing[:8])  # enough for a line
+                notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
+                self._state = replace(self._state, notice=notice)
+            return
+        # Nothing refers to the store of the last generation any longer, so torch closes that store.
+        # Port 0 means any port that is free.
+        self._rank_store = _serve(self._config.address, 0)
+        # The port in the published state makes the agents start their ranks.
+        self._state = replace(self._state, port=self._rank_store.port)
+        self._started_generation = self._state.generation
 
     def _is_ready(self, node: _Node, now: float) -> bool:
         """Return whether the agent of a machine answers, and waits for the next generation."""
@@ -695,22 +711,16 @@ class NodeAgent:
                 self._main_thread_wakeup.wait(_INTERVAL)
                 self._main_thread_wakeup.clear()
                 self._print_notice()
-                if self._fatal_problem != "" or self._state.exit_code is not None:
+                if self._has_to_exit():
                     return None
-                if self._is_silent_for(self._config.node_timeout):
-                    self._fatal_problem = (
-                        f"machine 0 ({self._config.address}:{self._config.port}) has not answered "
-                        f"for {self._config.node_timeout:g} s (--node-timeout)"
-                    )
-                    return None
+                # A signal while ranks ran has set _is_interrupted already, through report().
                 if supervisor.signals and not self._is_interrupted:
-                    # This signal came between two generations. It ends the job, like a signal
-                    # while ranks run, which report() publishes.
                     exit_code = 128 + supervisor.signals[0].number
                     self._set_end(_NodeEnd(exit_code, is_interrupted=True))
                 if self._is_interrupted:
                     # Machine 0 reads the end of this machine, and publishes the exit code of the
-                    # job. If machine 0 does not do so in time, this machine ends alone.
+                    # job, so that _has_to_exit() becomes true. If machine 0 does not do so in time,
+                    # this machine ends alone.
                     if deadline is None:
                         deadline = time.monotonic() + _CLOSE_TIME
                     if time.monotonic() > deadline:
@@ -720,6 +730,21 @@ class NodeAgent:
                 if generation is not None:
                     self._next_generation = None
                     return generation
+
+    def _has_to_exit(self) -> bool:
+        """Return whether the job has ended, or this agent cannot go on.
+
+        The first call after machine 0 has been silent for too long sets ``_fatal_problem``.
+        """
+        if self._fatal_problem != "" or self._state.exit_code is not None:
+            return True
+        if self._is_silent_for(self._config.node_timeout):
+            self._fatal_problem = (
+                f"machine 0 ({self._config.address}:{self._config.port}) has not answered "
+                f"for {self._config.node_timeout:g} s (--node-timeout)"
+            )
+            return True
+        return False
 
     # [Note: Lost machines]
     # No two generations may have ranks at the same time, since both would write to the folder of
@@ -875,16 +900,11 @@ class NodeAgent:
         node_rank = self._config.node_rank
         agent_id = self._status.agent_id
         while not self._should_leave:
-            # This agent may replace an earlier agent of this machine at once if the process of the
-            # earlier agent has ended.
-            earlier_content = store.read("agent", [node_rank]).get(node_rank)
-            ended_agent = ""
-            if earlier_content is not None:
-                earlier_status = _NodeStatus(**earlier_content)
-                if _has_process_ended(earlier_status):
-                    ended_agent = earlier_status.agent_id
-            store.publish("newcomer", asdict(replace(self._status, ended_agent=ended_agent)))
-            if self._coordinator is not None:  # on machine 0
+            # Published in each turn, since an earlier agent may end while this agent waits.
+            request = replace(self._status, ended_agent=self._find_ended_agent(store))
+            store.publish("newcomer", asdict(request))
+            # On machine 0, this thread also runs the coordinator, which has to answer the request.
+            if self._coordinator is not None:
                 self._coordinator.update()
             if store.get_nowait(f"member/{node_rank}") == agent_id.encode():
                 return True
@@ -897,6 +917,19 @@ class NodeAgent:
                 return False
             time.sleep(_INTERVAL)
         return False
+
+    def _find_ended_agent(self, store: JobStore) -> str:
+        """Return the id of the earlier agent of this machine if its process has certainly ended.
+
+        This agent may then replace the earlier agent at once. The text is empty if there is no
+        earlier agent, or if it is not known to have ended.
+        """
+        node_rank = self._config.node_rank
+        content = store.read("agent", [node_rank]).get(node_rank)
+        if content is None:
+            return ""
+        earlier_status = _NodeStatus(**content)
+        return earlier_status.agent_id if _has_process_ended(earlier_status) else ""
 
     def _read_state(self, store: JobStore) -> _JobState | None:
         """Return the coordinator's state. None if the coordinator has not published one yet.
