@@ -101,21 +101,41 @@ class CallingRank:
                     self._exit_code = 128 + signal.SIGINT
         self._control.close()
         try:
-            if error is not None and not self._is_consequence(error, supervision):
+            error = self._choose_error(error, supervision)
+            if error is not None:
                 raise error
-            supervisor_error = supervision.exception()
-            if isinstance(supervisor_error, KeyboardInterrupt) and error is not None:
-                # The frames of the function show what the user has interrupted.
-                raise supervisor_error.with_traceback(error.__traceback__) from error
-            if supervisor_error is not None:
-                # The frames of the supervisor's thread mean nothing to the user.
-                raise supervisor_error.with_traceback(None)
+            # The message of this rank to the supervisor had no result; see _end().
             _, *results_of_others = supervision.result()
             return [pickled_result, *results_of_others]
         finally:
             # The traceback of the error refers to this frame. Without this line, the tensors of the
             # function would live until the next collection of garbage.
             del error
+
+    def _choose_error(
+        self, error: BaseException | None, supervision: "Future[list[bytes]]"
+    ) -> BaseException | None:
+        """Return the exception that :meth:`run` raises: that of this rank or of the supervisor.
+
+        Args:
+            error: the exception that the function has raised, or None.
+            supervision: the result or the exception of the supervisor.
+
+        Returns:
+            The exception, with the traceback to show. None if all ranks have finished.
+        """
+        if error is not None and not self._is_consequence(error, supervision):
+            return error
+        supervisor_error = supervision.exception()
+        if supervisor_error is None:
+            return None
+        if isinstance(supervisor_error, KeyboardInterrupt) and error is not None:
+            # The frames of the function show what the user has interrupted. The cause is shown
+            # first, as after "raise supervisor_error from error".
+            supervisor_error.__cause__ = error
+            return supervisor_error.with_traceback(error.__traceback__)
+        # The frames of the supervisor's thread mean nothing to the user.
+        return supervisor_error.with_traceback(None)
 
     def _call(self, payload: Payload) -> bytes:
         """Run the payload, and return its pickled result. The supervisor may interrupt the payload.

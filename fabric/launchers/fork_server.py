@@ -216,7 +216,9 @@ class ForkServer:
                 process.
 
         Raises:
-            UsageError: the server does not answer in time.
+            UsageError: the server does not answer in time, and has been ended. The next call starts
+                another server.
+            OSError, EOFError: a server that was just started has ended at once.
         """
         stdout = 1
         stderr = 2
@@ -229,11 +231,12 @@ class ForkServer:
             descriptors.append(stdin)
         with self._server_lock:
             if self._server is not None:
-                # These errors mean that the server was killed since the last launch. Then a new
-                # server is started below.
-                with suppress(OSError, EOFError):
+                try:
                     return _request_rank(self._server, descriptors)
-                self._server.stop()
+                except (OSError, EOFError):
+                    # These errors mean that the server has ended since the last launch. A new
+                    # server is started below.
+                    self._server.stop()
             self._server = self._start_server()
             return _request_rank(self._server, descriptors)
 
@@ -402,8 +405,8 @@ class _Server:
         for number in ending_signals():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        # The interpreter writes a byte to this pipe when a rank ends. It does so only if SIGCHLD
-        # has a handler.
+        # The interpreter writes a byte to this pipe when a rank ends, which ends the wait in
+        # serve(). It does so only if SIGCHLD has a handler.
         self._wakeup_reader, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_reader, False)
         os.set_blocking(self._wakeup_writer, False)
@@ -427,7 +430,8 @@ class _Server:
                 self._report_exits()
             if self._requests not in ready:
                 continue
-            # A request has one byte and, for a rank, four or five descriptors.
+            # A request has one byte and, for a rank, four or five descriptors. One byte is read, so
+            # that a second request, if there is one, stays in the socket for the next turn.
             request, descriptors, _, _ = socket.recv_fds(self._requests, 1, maxfds=5)
             if not request:  # the owner has closed the socket
                 break
@@ -595,7 +599,7 @@ def _find_shadowed_module(path_entry: str) -> str | None:
             continue
         loaded_file = getattr(module, "__file__", None) or ""
         if os.path.realpath(spec.origin) != os.path.realpath(loaded_file):
-            return name
+            return name  # the owner ends this server, so its cache does not matter
     # The search has cached the list of files in path_entry. It is removed from the cache, because
     # files may be added before the ranks import from there.
     sys.path_importer_cache.pop(path_entry, None)

@@ -183,6 +183,8 @@ class ProcessLauncher(base.Launcher):
             # arrived during the pickling.
             supervisor.raise_if_signaled()
             if spec.runs_rank0_here:
+                # Comes before start(): the results have the order of the supervisor's ranks, to
+                # which this line adds rank 0.
                 calling_rank = CallingRank(supervisor, worlds[0], spec.results)
                 supervisor.start(start_process, worlds[1:], payload, spec.results)
                 # A payload returns the function to run. Under "fork", this is the call itself.

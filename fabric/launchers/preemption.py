@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fabric.communicators import LocalCommunicator
+from fabric.diagnostics.hang_reporter import HangReporter
 from fabric.environments import RayEnvironment
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.rank import PREEMPTED, ControlThread, SignalHandler, stop_signals
@@ -198,13 +199,20 @@ class StopRequest:
                 stacklevel=5,  # the line that reads should_stop
             )
         if self._reporter is not None:
-            # is_due() returns False at once while the count of its calls is below _held_call. So
-            # from now on it only counts, until a rank is asked to stop. Then _poll() sets
-            # _held_call to the next call, in which the main thread waits for the other ranks.
-            self._held_call = _NO_CALL
-            self._has_to_answer = True  # the other ranks wait for an answer of this rank
-            # The thread of the hang reports calls each function of this list twice a second.
-            self._reporter.polls.append(self._poll)
+            self._poll_in(self._reporter)
+
+    def _poll_in(self, reporter: HangReporter) -> None:
+        """Have the reporter's thread look for requests to stop, so that :meth:`is_due` need not.
+
+        :meth:`is_due` returns False at once while the count of its calls is below ``_held_call``.
+        So from now on :meth:`is_due` only counts, until a rank is asked to stop. Then :meth:`_poll`
+        sets ``_held_call`` to the next call, in which the main thread waits for the other ranks.
+        """
+        self._held_call = _NO_CALL
+        self._has_to_answer = True  # the other ranks wait for an answer of this rank
+        # Must be last: the reporter's thread calls each function of this list twice a second, and
+        # _poll() reads and changes both values.
+        reporter.polls.append(self._poll)
 
     def _listen_to(self, number: int, is_main_thread: bool) -> None:
         """Have the signal ``number`` call :meth:`_on_signal` from now on.

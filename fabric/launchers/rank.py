@@ -423,6 +423,8 @@ def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
         # the file, so the file stays open.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     if not config.runs_script:
+        # A script may read input: its launcher gives the first rank the input of the command, and
+        # the other ranks an empty one.
         refuse_input(config.world.rank)
     control_thread.start()
     outcome = _run_payload(control_thread, payload)  # raises nothing
@@ -641,16 +643,37 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
         # nohup. But SIGTERM is handled in any case, since the supervisor ends ranks with it.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-    # A signal may arrive in another thread, or just before the main thread begins to wait. It then
-    # does not interrupt the wait, and the handler does not run. So the interpreter writes the
-    # number of each signal to a pipe, and another thread reads it and wakes the main thread.
+    writing_end = _start_signal_thread(handler, on_signal)
+    # Without this hook, a signal would be lost if it arrives in a call that cannot raise, such as a
+    # __del__ method.
+    _repeat_lost_signals(handler, writing_end)
+    # Must be last. The supervisor blocked SIGINT while it started this process. This line raises
+    # KeyboardInterrupt if SIGINT has arrived since then.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _start_signal_thread(handler: SignalHandler, on_signal: Callable[[int], object]) -> int:
+    """Start a thread that makes the main thread handle each signal that arrives.
+
+    A signal may arrive in another thread, or just before the main thread begins to wait. It then
+    does not interrupt the wait, and the handler does not run. So the interpreter writes the number
+    of each signal to a pipe, and the thread reads it and wakes the main thread. Call this function
+    in the main thread.
+
+    Args:
+        handler: the handler of the signals.
+        on_signal: called in the thread with the number of a signal that ends a job, once the signal
+            has been handled.
+
+    Returns:
+        The descriptor of the end of the pipe to which the interpreter writes. The thread treats a
+        number that is written there like a signal.
+    """
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)  # set_wakeup_fd() requires this
     signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     # A forked child must not write its own signals to the pipe of this process. -1 means no pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    # A signal is lost if it arrives in a call that cannot raise, such as a __del__ method.
-    _repeat_lost_signals(handler, writing_end)
     main_thread = threading.get_ident()
     signal_thread = threading.Thread(
         target=_wake_on_signals,
@@ -659,9 +682,7 @@ def raise_on_signals(on_signal: Callable[[int], object]) -> None:
         daemon=True,
     )
     signal_thread.start()
-    # The supervisor blocked SIGINT while it started this process. This line raises
-    # KeyboardInterrupt if SIGINT has arrived since then.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return writing_end
 
 
 def _repeat_lost_signals(handler: SignalHandler, writing_end: int) -> None:
@@ -703,7 +724,7 @@ def _wake_on_signals(
 ) -> None:
     """Send each signal to the main thread repeatedly, until the signal has been handled.
 
-    This is the main function of the thread that :func:`raise_on_signals` starts. A main thread that
+    This is the main function of the thread of :func:`_start_signal_thread`. A main thread that
     waits in C++ code or in a system call may not run the handler when a signal arrives once.
 
     Args:

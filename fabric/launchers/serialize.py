@@ -109,6 +109,7 @@ def _call_error(
     unpicklable = _find_unpicklable(call, dump)
     # Without an error, the call can be pickled by name. So a rank could not import the name.
     has_unimportable_name = unpicklable.error is None
+    # cloudpickle pickles the code of a definition. Other objects it pickles as pickle does.
     is_definition = isinstance(unpicklable.value, FunctionType | MethodType | type)
     needs_cloudpickle = has_unimportable_name or is_definition
     if needs_cloudpickle and not has_tried_cloudpickle:

@@ -487,6 +487,9 @@ class Supervisor:
     ) -> None:
         """Start ranks.
 
+        If a process cannot be started, the error is passed on, and :meth:`close` ends the ranks
+        that have been started before.
+
         Args:
             start_process: starts the process of one rank.
             worlds: the place of each rank. A world without a port gets a store of this supervisor,
@@ -534,7 +537,8 @@ class Supervisor:
             runs_script: whether the rank runs a script.
         """
         returns_result = results == "all" or (results == "first" and world.rank == 0)
-        if world.port is None:  # no other store has been chosen for the ranks
+        if world.port is None:
+            # No other store has been chosen: the ranks find each other through a file.
             world = replace(world, store=f"file://{self._store_file.path}")
         rank_environment = {
             **world.to_env(),
@@ -544,10 +548,10 @@ class Supervisor:
         # The variable may be a list, such as "4,2", with a number for each level of nesting. The
         # first number is for the outermost level.
         threads, _, _ = rank_environment["OMP_NUM_THREADS"].partition(",")
-        result_file = None
+        result_file = None  # a rank without this file sends back no result
         if returns_result:
             file = PrivateFile()
-            self._result_files.append(file)
+            self._result_files.append(file)  # for close(), which closes the file
             result_file = file.path
         stack_file = PrivateFile()
         config = RankConfig(
@@ -707,7 +711,8 @@ class Supervisor:
     def _collect(self, timeout: float) -> bool:
         """Wait until a rank sends a message or ends, and update ``ranks``.
 
-        If the user has asked for a report of what the ranks are doing, the ranks are told first.
+        Every wait for ranks calls this method repeatedly, so it also passes on requests of the user
+        for a report.
 
         Args:
             timeout: how long to wait at most, in seconds.
@@ -715,11 +720,7 @@ class Supervisor:
         Returns:
             Whether all ranks have ended.
         """
-        if self._is_report_requested:
-            self._is_report_requested = False
-            request_id = os.urandom(8).hex()
-            for rank in self._running_ranks():
-                rank.send("report", request_id)
+        self._pass_on_report_request()
         controls: list[Connection] = []
         for rank in self.ranks:
             if not rank.control.closed:
@@ -740,6 +741,19 @@ class Supervisor:
                 self.on_report(report)
         return all(rank.exit_code is not None for rank in self.ranks)
 
+    def _pass_on_report_request(self) -> None:
+        """Tell the ranks if the user has asked for a report of what the ranks are doing.
+
+        The signal handler only sets a flag, since it may interrupt another message to a rank.
+        """
+        if not self._is_report_requested:
+            return
+        self._is_report_requested = False
+        # The same in all ranks. A rank reports once for each new id.
+        request_id = os.urandom(8).hex()
+        for rank in self._running_ranks():
+            rank.send("report", request_id)
+
     # [Note: The end of a failed job]
     # The first process to end is often a secondary failure: the rank that failed first is still in
     # its `finally` block. So the supervisor waits briefly for the errors of all ranks, asks the
@@ -752,12 +766,7 @@ class Supervisor:
             RankFailedError: always. It has the error of the rank that is most likely the root
                 cause.
         """
-        # The first error that arrives is often not the root cause, so the others are awaited.
-        self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
-        for rank in self._running_ranks():
-            if not rank.is_exiting:
-                rank.send("describe")
-        self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
+        self._collect_errors()
         # The cause is determined before the ranks are ended. Otherwise a rank that SIGTERM has
         # ended would look like one that has failed.
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
@@ -771,6 +780,19 @@ class Supervisor:
                 rank.kill()
         self._end_ranks(signal.SIGTERM, END_GRACE)
         raise error
+
+    def _collect_errors(self) -> None:
+        """Wait briefly for the errors of all ranks, as the first to arrive may not be the cause.
+
+        Afterwards ``messages`` of each rank has the error that has ended its payload, or the error
+        that its payload is handling, if the rank could tell.
+        """
+        self.collect_until(COLLECT_TIMEOUT, self._are_errors_complete)
+        # The remaining ranks may still handle their errors, for example in a ``finally`` block.
+        for rank in self._running_ranks():
+            if not rank.is_exiting:
+                rank.send("describe")
+        self.collect_until(DESCRIBE_TIMEOUT, self._are_descriptions_complete)
 
     def _are_errors_complete(self) -> bool:
         """Return whether no rank will send another error, or a signal asks not to wait.
