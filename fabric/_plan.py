@@ -863,9 +863,10 @@ def _choose_launcher(
     if world is not None:
         # All processes exist already. The launcher was parsed for its errors only.
         return InlineLauncher()
-    # A notebook has no script that "popen" could run again. So it gets another launcher, unless the
-    # user has asked for "popen": by launcher="popen", or by a strategy object, which has an option
-    # start_method. A strategy's name, such as "ddp", has "popen" only as its default.
+    # No process of the job exists yet, and the launcher will start all of them. A notebook has no
+    # script that "popen" could run again. So it gets another launcher, unless the user has asked
+    # for "popen": by launcher="popen", or by a strategy object, which has an option start_method. A
+    # strategy's name, such as "ddp", has "popen" only as its default.
     has_strategy_name = isinstance(options["strategy"], str)
     may_replace_popen = not has_launcher and has_strategy_name and launcher.name == "popen"
     if may_replace_popen and is_interactive():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric import __version__
 from fabric.diagnostics.report_signal import ignore_early_requests
-from fabric.environments import find_machines
+from fabric.environments import Machines, find_machines
 from fabric.errors import ConfigurationError, FabricError
 from fabric.world import World, read_integer_variable
 
@@ -744,25 +744,7 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
     machines = find_machines(os.environ)
     # --num-nodes 1 is a job on this machine alone, whatever the platform says.
     if machines is not None and options.num_nodes != 1:
-        # In an elastic job, the variables give only a range.
-        is_elastic = machines.num_nodes is None
-        if is_elastic and options.num_nodes is None:
-            options.parser.error(
-                f"{machines.variables} in the environment: the number of machines may change, "
-                "which only torchrun supports; or --num-nodes N"
-            )
-        defaults = {
-            "num_nodes": machines.num_nodes,
-            "node_rank": machines.node_rank,
-            "main_address": machines.main_address,
-            "main_port": machines.main_port,
-        }
-        if machines.num_processes is not None:
-            # A text, as the parser gives it for --devices.
-            defaults["devices"] = str(machines.num_processes)
-        for name, default in defaults.items():
-            if getattr(options, name) is None:
-                setattr(options, name, default)
+        _fill_in_from_platform(options, machines)
     if options.node_rank is None and options.num_nodes not in (None, 1):
         # Kubernetes sets this variable in each pod of an indexed job. A pod is a machine here.
         options.node_rank = read_integer_variable(os.environ, "JOB_COMPLETION_INDEX")
@@ -770,6 +752,37 @@ def _fill_in_machine_options(options: argparse.Namespace) -> None:
         options.node_rank = 0
     if options.main_port is None:
         options.main_port = _MAIN_PORT
+
+
+def _fill_in_from_platform(options: argparse.Namespace, machines: Machines) -> None:
+    """Fill in the options that the user did not give and the environment variables do.
+
+    Args:
+        options: the parsed options. Changed in place.
+        machines: the machines that the variables describe.
+
+    Raises:
+        ConfigurationError: the number of machines may change, and the user has not fixed it.
+    """
+    # In an elastic job, the variables give only a range.
+    is_elastic = machines.num_nodes is None
+    if is_elastic and options.num_nodes is None:
+        options.parser.error(
+            f"{machines.variables} in the environment: the number of machines may change, "
+            "which only torchrun supports; or --num-nodes N"
+        )
+    defaults = {
+        "num_nodes": machines.num_nodes,
+        "node_rank": machines.node_rank,
+        "main_address": machines.main_address,
+        "main_port": machines.main_port,
+    }
+    if machines.num_processes is not None:
+        # A text, as the parser gives it for --devices.
+        defaults["devices"] = str(machines.num_processes)
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
 
 
 def _require_consistent_machines(options: argparse.Namespace) -> None:
