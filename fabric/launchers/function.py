@@ -279,8 +279,8 @@ def payload_of_call(call: Call, tensor_file: str | None = None) -> Payload:
 
     Args:
         call: the call.
-        tensor_file: the path of a file for the tensors of the call, see :func:`dump_call`. The
-            file must exist until each rank has loaded the call.
+        tensor_file: the path of a file for the memory of the call's tensors, which must exist until
+            each rank has loaded the call. None, the default, pickles the tensors.
 
     Raises:
         MissingDependencyError: the function has to be pickled by value, and ``cloudpickle`` is not

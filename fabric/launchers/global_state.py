@@ -41,14 +41,14 @@ class GlobalState(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Give this process these settings again. Settings that are equal are not touched."""
+        """Give this process these settings again. Do nothing if it has all of them."""
         current = self.current()
         if current == self:
             return
         torch.set_default_dtype(self.default_dtype)
         if current.default_device != self.default_device:
-            # None also means the CPU. It is faster than "cpu", for which torch intercepts every
-            # function.
+            # For any device but None, torch intercepts every function, which is slow. None means
+            # the CPU, too.
             is_cpu = self.default_device.type == "cpu"
             device = None if is_cpu else self.default_device
             torch.set_default_device(device)

@@ -549,7 +549,8 @@ def _outcome_of_exit(error: SystemExit, runs_script: bool) -> Outcome:
 
     - The code 75 (:data:`PREEMPTED`), or 0 from a script, means that the rank has finished.
     - For the code 0 from a function, and for 128 + n after a signal n that asks the job to stop,
-      the rank sends no message. The supervisor judges the exit code.
+      the rank sends no message, since it has no error to show. The exit code is a failure, unless
+      the supervisor is ending the ranks.
     - Any other code is an error.
     """
     text = ""

@@ -357,6 +357,7 @@ class RankProcess:
             elif "error" in self.messages:
                 kind = _CauseKind.OWN_FAILURE
             else:
+                # The rank has only described the error, and has not ended because of it.
                 kind = _CauseKind.ERROR_IN_HANDLING
             return _CauseOrder(kind, failure.time, self.global_rank)
 
@@ -364,6 +365,8 @@ class RankProcess:
             # To finish is an error only if another rank still needed the connection to this rank.
             has_left_early = has_lost_peer
         else:
+            # The rank has sent no error and no result. With the code 0 it has ended by itself, for
+            # example by os._exit(0).
             has_left_early = self.exit_code == 0
         if has_left_early:
             kind = _CauseKind.EARLY_END
@@ -617,6 +620,7 @@ class Supervisor:
         have_all_ended = False
         while not have_all_ended:
             have_all_ended = self._collect(_POLL_INTERVAL)
+            # Signals come first: a rank that Ctrl-C in the terminal has ended is no failure.
             if self.signals:
                 # Raises KeyboardInterrupt, unless the signal only told the ranks to save.
                 self._handle_signal()
