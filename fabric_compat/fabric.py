@@ -185,7 +185,7 @@ class Fabric(_Fabric):
         if world is None:
             num_processes = plan.launch_spec.num_processes
             world = World(world_size=plan.world_size, local_world_size=num_processes)
-        device = plan.devices[world.local_rank % len(plan.devices)]
+        device = plan.devices[world.local_rank]
         strategy.planned_process = strategies.PlannedProcess(world, device)
         if isinstance(strategy, ParallelStrategy):
             strategy.set_cluster_environment(cluster or find_cluster_environment())
