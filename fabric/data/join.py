@@ -87,6 +87,7 @@ class JoinedPasses:
             # The earlier tuple is not put back: the detector may have added a check in the block.
             checks = [check for check in recorder.checks if check != self._refuse_collective]
             recorder.checks = tuple(checks)
+            # These are set once, when the job starts, so nothing has changed them in the block.
             recorder.phase_checks = phase_checks
 
     def _refuse_collective(self, entry: Entry, collective: Collective) -> None:
