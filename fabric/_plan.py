@@ -726,20 +726,10 @@ def _parse_devices(
     if job is None or (strategy.drives_all_devices and job.world.world_size == 1):
         return strategy.parallel_devices or accelerator.parse_devices(devices)
     _refuse_one_process_strategy(strategy, job)  # raises if the strategy needs a single process
-    num_processes = job.world.local_world_size
-    # A strategy with `parallel_devices` does not come here, since they have replaced "auto" in the
-    # arguments of Fabric.
     if devices == "auto":
-        # On the CPU, any number of processes share the cores.
-        if accelerator.name != "cpu":
-            device_count = accelerator.device_count()
-            # A scheduler may hide from each process all devices but its own. The device of every
-            # process then has index 0.
-            if device_count == 1:
-                return accelerator.parse_devices(1) * num_processes
-            if device_count < num_processes:
-                _refuse_too_many_processes(accelerator, device_count, job)
-        devices = num_processes
+        # The strategy has no `parallel_devices`, which would have replaced "auto".
+        return _devices_of_processes(accelerator, job)
+    num_processes = job.world.local_world_size
     parsed = strategy.parallel_devices or accelerator.parse_devices(devices)
     if len(parsed) != num_processes:
         raise ConfigurationError(
@@ -750,6 +740,25 @@ def _parse_devices(
             suggestion='Fabric(devices="auto")',
         )
     return parsed
+
+
+def _devices_of_processes(accelerator: Accelerator, job: _ExistingJob) -> _Devices:
+    """Return a device for each process that a launcher has started on this node.
+
+    Raises:
+        ConfigurationError: this node has too few devices.
+    """
+    num_processes = job.world.local_world_size
+    # On the CPU, any number of processes share the cores.
+    if accelerator.name != "cpu":
+        device_count = accelerator.device_count()
+        # A scheduler may hide from each process all devices but its own. The device of every
+        # process then has index 0.
+        if device_count == 1:
+            return accelerator.parse_devices(1) * num_processes
+        if device_count < num_processes:
+            _refuse_too_many_processes(accelerator, device_count, job)
+    return accelerator.parse_devices(num_processes)
 
 
 def _refuse_too_many_processes(
