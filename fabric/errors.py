@@ -104,19 +104,28 @@ class FabricError(Exception):
                 return file_match[0]  # unchanged
             return " ".join(label_and_name)
 
-        package = re.escape(os.path.dirname(__file__))
-        # A frame is a line with the name of its file, and then more indented lines of code.
-        slash = r"[/\\]"
-        hidden_files = (
-            rf"{package}{slash}|[^\"]+{slash}IPython{slash}"
-            rf"|[^\"]+{slash}torch{slash}nn{slash}(?:modules{slash}module\.py|parallel{slash})"
-        )
-        hidden_frames = rf'(?m)^  File "(?:{hidden_files}).*\n(?:    .*\n)*'
         # The text contains str(self), and so the traceback of a rank.
         text = "".join(traceback.format_exception(self))
-        text = re.sub(hidden_frames, "", text)
+        text = re.sub(_hidden_frames_pattern(), "", text)
         text = re.sub('File "(?P<path>.+?)"', as_cell_name, text)
         return text.splitlines()
+
+
+def _hidden_frames_pattern() -> str:
+    """Return the pattern of the frames that a notebook does not show, in the text of a traceback.
+
+    These are the frames of fabric, of IPython, and of torch's calls of modules.
+    """
+    slash = r"[/\\]"
+    package = re.escape(os.path.dirname(__file__))
+    ipython = rf"[^\"]+{slash}IPython"
+    torch_nn = rf"[^\"]+{slash}torch{slash}nn"
+    hidden_files = (
+        rf"{package}{slash}|{ipython}{slash}"
+        rf"|{torch_nn}{slash}(?:modules{slash}module\.py|parallel{slash})"
+    )
+    # A frame is a line with the name of its file, and then more indented lines of code.
+    return rf'(?m)^  File "(?:{hidden_files}).*\n(?:    .*\n)*'
 
 
 class _HiddenFrames:
