@@ -131,6 +131,19 @@ class SmallGate(nn.Module):
         return self.down(self.up(x) * self.router(x))
 
 
+class ScalarGate(nn.Module):
+    """A scale of all columns by one number, which is not sharded where other parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.down = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.scale)
+
+
 class SlicedInput(nn.Module):
     """A gate with this rank's slice of the input, whose gradient on a rank is that of one part."""
 
@@ -203,6 +216,7 @@ WRONG_BLOCKS: dict[type[nn.Module], list[str]] = {
     Cat: ["the output of block.down differs", '"*.gate": "colwise"'],
     Softmax: ["the output of block.down differs", '"*.up": "colwise"'],
     SmallGate: ["the gradient of block.router.weight differs", "one part only"],
+    ScalarGate: ["the gradient of block.scale differs", "one part only"],
     SlicedInput: ["the gradient of input 0 of block differs", '"*.up": "colwise"'],
 }
 
