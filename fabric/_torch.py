@@ -611,6 +611,15 @@ unserializable_hook: Callable[[Any], Any] = torch.utils.hooks.unserializable_hoo
 COMPILED_MODULE = "_orig_mod"
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> OrderedDict[int, Any]:
+    """Return the hooks before steps of an optimizer, by key, in the order of their calls.
+
+    torch has no public way to change the order.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    return hooks
+
+
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return a storage as the object that stands for it in the pickle of a tensor.
 

@@ -677,6 +677,34 @@ EXPECTED_STATES = [
 ]
 
 
+def norms_in_hooks(fabric: Fabric) -> list[float]:
+    """Return the norms that two hooks of the user see, and the weight after their changes."""
+    net = OneWeight()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    norms: list[float] = []
+
+    def note_norm_and_halve(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        [grad] = [parameter.grad for parameter in stepped.param_groups[0]["params"]]
+        assert grad is not None
+        norms.append(grad.norm().item())
+        grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(note_norm_and_halve)
+    model, optimizer = fabric.setup(net, optimizer)
+    optimizer.register_step_pre_hook(note_norm_and_halve)
+    fabric.backward(model(torch.ones(4)))
+    optimizer.step()
+    return [*norms, net.weight.mean().item()]
+
+
+def test_hooks_of_the_user_see_gradients_without_the_scale_whenever_they_were_registered() -> None:
+    with Fabric(accelerator="cpu", devices=1, precision="32-true") as fabric:
+        expected = norms_in_hooks(fabric)
+    with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+        assert norms_in_hooks(fabric) == expected
+    assert run_in_ranks(norms_in_hooks, precision="16-mixed") == [expected, expected]
+
+
 def test_a_scheduler_leaves_out_the_steps_that_were_skipped() -> None:
     with fabric_in_one_process(SMALL) as fabric:
         assert train_with_an_overflow(fabric) == EXPECTED_STATES

@@ -365,6 +365,17 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     assert called == ["user's", "first", "user's"]
 
 
+def test_hooks_before_steps_run_in_the_order_of_the_dict() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("first"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("second"))
+    first_key, _ = _torch.step_pre_hooks(optimizer)
+    _torch.step_pre_hooks(optimizer).move_to_end(first_key)
+    optimizer.step()
+    assert calls == ["second", "first"]
+
+
 def test_hooks_around_the_passes_of_a_module_are_listed():
     module = nn.Sequential(nn.Identity())
     assert _torch.user_hooks(module) == []
