@@ -238,15 +238,15 @@ def check_environment(environment: Environment, variables: Sequence[Mapping[str,
     Raises:
         AssertionError: a check fails. The text names the check and the difference.
     """
-    checks = (_check_purity, _check_other_launchers, _check_worlds)
-    for check in checks:
-        with failures_as_assertion_errors(check):
-            check(environment, variables)
+    with failures_as_assertion_errors(_check_purity):
+        _check_purity(environment, variables)
+    with failures_as_assertion_errors(_check_without_launcher):
+        _check_without_launcher(environment)
+    with failures_as_assertion_errors(_check_worlds):
+        _check_worlds(environment, variables)
 
 
-def _check_other_launchers(
-    environment: Environment, variables: Sequence[Mapping[str, str]]
-) -> None:
+def _check_without_launcher(environment: Environment) -> None:
     """Check that Environment.detect returns None if its launcher did not start the process."""
     assert isinstance(environment.name, str), f"name is {environment.name!r}"
     variables_of_no_launcher = ({}, {"PATH": "/bin", "HOME": "/root"})
@@ -254,26 +254,27 @@ def _check_other_launchers(
         assert_same(environment.detect(env), None)
 
 
-def _check_worlds(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
+def _check_worlds(environment: Environment, variables_by_rank: Sequence[Mapping[str, str]]) -> None:
     """Check that Environment.detect returns the ranks of the job, each once."""
     node_and_local_ranks = set()
-    for rank, env in enumerate(variables):
+    world_size = len(variables_by_rank)
+    for rank, env in enumerate(variables_by_rank):
         world = environment.detect(env)
         assert isinstance(world, World), f"rank {rank}: detect() returned {world!r}"
-        assert_same((world.rank, world.world_size), (rank, len(variables)))
+        assert_same((world.rank, world.world_size), (rank, world_size))
         node_and_local_ranks.add((world.node_rank, world.local_rank))
-        if len(variables) > 1:
+        if world_size > 1:
             has_rendezvous = world.port is not None or world.store is not None
             assert has_rendezvous, f"rank {rank}: {world} has no port and no store to meet at"
-    assert len(node_and_local_ranks) == len(variables), (
+    assert len(node_and_local_ranks) == world_size, (
         "two ranks have the same node_rank and local_rank"
     )
 
 
-def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
+def _check_purity(environment: Environment, variables_by_rank: Sequence[Mapping[str, str]]) -> None:
     """Check that Environment.detect changes nothing and returns the same world each time."""
     process_variables = dict(os.environ)
-    for env in variables:
+    for env in variables_by_rank:
         passed_variables = dict(env)
         world = environment.detect(passed_variables)
         second_world = environment.detect(dict(env))

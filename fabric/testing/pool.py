@@ -571,8 +571,9 @@ def _wait_for_replies(supervisor: Supervisor, limits: _TimeLimits) -> float:
         cpu_before = processor_seconds(ranks)
         supervisor.collect_until(_IDLE_TIME, is_settled)
         cpu_after = processor_seconds(ranks)
+        # None means that the main thread of a rank is running, or that its state is unknown.
         if cpu_before is None or cpu_after is None:
-            continue  # a rank computes at this moment
+            continue
         is_idle = cpu_after - cpu_before <= _IDLE_TIME * _IDLE_LOAD
         if is_idle:
             return round(monotonic() - start, 1)
