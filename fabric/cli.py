@@ -505,7 +505,7 @@ def _run(options: argparse.Namespace) -> int:
     _fill_in_machine_options(options)
     _require_consistent_machines(options)
     _create_log_dir(options)
-    worlds = _resolve_worlds(options)
+    worlds = _resolve_worlds(options)  # the place of each rank of this machine
     # These imports follow the checks, whose errors are then printed sooner.
     from fabric.launchers.script import Script
 

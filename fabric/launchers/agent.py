@@ -608,8 +608,8 @@ class _Coordinator:
                 notice = f"waiting for {len(missing)} of {len(self._nodes)} machines: {names}"
                 self._state = replace(self._state, notice=notice)
             return
-        # Nothing refers to the store of the last generation any longer, so torch closes that store.
-        # Port 0 means any port that is free.
+        # The attribute has the only reference to the store of the last generation. So torch closes
+        # that store when the new one replaces it. Port 0 means any port that is free.
         self._rank_store = _serve(self._config.address, 0)
         # The port in the published state makes the agents start their ranks.
         self._state = replace(self._state, port=self._rank_store.port)

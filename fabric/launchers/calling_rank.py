@@ -44,7 +44,11 @@ class CallingRank:
     """
 
     def __init__(self, supervisor: Supervisor, world: World, results: str) -> None:
-        """Add the rank to the ranks of the supervisor. :meth:`run` runs the function."""
+        """Add this process to the ranks of the supervisor. :meth:`run` runs the function.
+
+        Make this object before ``Supervisor.start()`` adds the other ranks, since :meth:`run` takes
+        the first rank of the supervisor for this one.
+        """
         self._supervisor = supervisor
         self._config, stack_file = supervisor.configure_rank(world, results)
         self._thread = threading.current_thread()  # it calls run(), too
@@ -104,7 +108,8 @@ class CallingRank:
             error = self._choose_error(error, supervision)
             if error is not None:
                 raise error
-            # The message of this rank to the supervisor had no result; see _end().
+            # The first result is that of this rank. It is empty, since this rank has sent no result
+            # to the supervisor.
             _, *results_of_others = supervision.result()
             return [pickled_result, *results_of_others]
         finally:

@@ -176,7 +176,7 @@ class StopRequest:
         return self._agreed_call == _NO_CALL
 
     def _listen(self) -> None:
-        """Note signals from now on, and have the thread of the hang reports look for requests.
+        """Note signals from now on, and have the reporter's thread look for requests to stop.
 
         The first call of :meth:`is_due` calls this method. :meth:`close` undoes it.
         """

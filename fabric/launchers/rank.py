@@ -405,7 +405,7 @@ def _receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
 def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     """Run the payload as this rank, in the main thread.
 
-    This function starts the control thread and a thread for signals.
+    This function starts the control thread, and :func:`_run_payload` a thread for signals.
 
     Args:
         control: the rank's end of the control pipe.
@@ -481,7 +481,8 @@ class Outcome(NamedTuple):
 def _run_payload(control_thread: ControlThread, payload: Payload) -> Outcome:
     """Run the payload, and return how the payload has ended. This function raises nothing.
 
-    First it installs signal handlers, and gives the process the environment variables of the rank.
+    First it installs signal handlers, starts a thread for signals (see :func:`raise_on_signals`),
+    and gives the process the environment variables of the rank.
     """
     config = control_thread.config
     try:

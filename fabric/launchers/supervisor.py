@@ -488,7 +488,7 @@ class Supervisor:
         *,
         runs_script: bool = False,
     ) -> None:
-        """Start ranks.
+        """Start ranks, and append them to ``ranks`` in the order of ``worlds``.
 
         If a process cannot be started, the error is passed on, and :meth:`close` ends the ranks
         that have been started before.
@@ -529,7 +529,8 @@ class Supervisor:
     ) -> tuple[RankConfig, PrivateFile]:
         """Return the configuration of a rank, and the new file for its stack traces.
 
-        The caller makes a RankProcess of both, whose file :meth:`close` closes.
+        The caller makes a RankProcess of both and appends it to ``ranks``, so that :meth:`close`
+        closes the file.
 
         Args:
             world: the place of the rank.
@@ -541,7 +542,7 @@ class Supervisor:
         """
         returns_result = results == "all" or (results == "first" and world.rank == 0)
         if world.port is None:
-            # No other store has been chosen: the ranks find each other through a file.
+            # The ranks of one machine have no port, and find each other through a file.
             world = replace(world, store=f"file://{self._store_file.path}")
         rank_environment = {
             **world.to_env(),
@@ -808,15 +809,13 @@ class Supervisor:
         return all(rank.is_exiting or rank.cannot_respond() for rank in self._running_ranks())
 
     def _are_descriptions_complete(self) -> bool:
-        """Return whether all ranks that can have answered "describe", or a signal has arrived.
-
-        A rank that is exiting does not answer.
-        """
+        """Return whether no rank will still answer "describe", or a signal asks not to wait."""
         if self.signals:
             return True
         for rank in self._running_ranks():
-            has_answered = rank.is_exiting or "described" in rank.messages
-            if not has_answered and not rank.cannot_respond():
+            has_answered = "described" in rank.messages
+            # A rank that is exiting does not answer.
+            if not has_answered and not rank.is_exiting and not rank.cannot_respond():
                 return False
         return True
 
@@ -872,11 +871,10 @@ class Supervisor:
         cpu_before = processor_seconds(ranks)
         self.collect_until(timeout, should_stop)
         cpu_after = processor_seconds(ranks)
+        # None means that the main thread of a rank is running, or that its state is unknown.
         if cpu_before is None or cpu_after is None:
-            return True  # the main thread of a rank does not sleep, or its state is unknown
-        # For a wait of RESPONSE_TIME. A shorter timeout is the last one before the caller gives up,
-        # and the result then does not matter.
-        max_seconds_of_idle_ranks = _IDLE_LOAD * RESPONSE_TIME
+            return True
+        max_seconds_of_idle_ranks = _IDLE_LOAD * timeout
         is_busy = cpu_after - cpu_before >= max_seconds_of_idle_ranks
         has_rank_ended = self._running_ranks() != ranks
         return is_busy or has_rank_ended or _has_responded(ranks)
