@@ -196,8 +196,8 @@ def _check_concurrent_loops(
     """
     for loop in active_loops:
         is_candidate = loop is not latest and (loader is None or loop.spec is loader._spec)
-        # This loop has yielded a batch between the latest loop's previous batch and its current
-        # one.
+        # The batches of all loops are numbered together. So this loop has yielded a batch between
+        # the latest loop's previous batch and its current one.
         takes_turns = loop.batch_number > latest.previous_batch_number
         if is_candidate and takes_turns and not _are_gathered_equally(loop, latest):
             suggestion = "fabric.gather_for_metrics(results, loader=loader)"
@@ -309,8 +309,8 @@ def _batch_size(spec: LoaderSpec, position: EpochPosition) -> _BatchSize:
 def _order_length(spec: LoaderSpec) -> int | None:
     """Return the length of the order without repetitions.
 
-    None if the order has no length. :func:`_check_repetitions_are_known` has made sure that no
-    entry is repeated then.
+    None if the order has no length. Then no entry is repeated: the callers of :func:`_layout` have
+    left out or refused loaders that repeat entries of an order without a length.
     """
     order_source: Any = spec.order_source
     is_sharded_by_fabric = spec.shard_count > 1

@@ -409,7 +409,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
         # An InterleavedIterable, which wraps the user's dataset.
         dataset: Any = self.loader.dataset
         # A dataset that draws its order with its first sample then draws it in iter(), too.
-        dataset.read_first_sample_in_iter(True)
+        dataset.set_reads_first_sample(True)
         _, batches = worker_seed_streams.run_synchronized(partial(iter, self.loader))
         if inspect.isgenerator(batches):
             # The __iter__ of a user's loader is a generator function, which has run no code yet. It
@@ -430,7 +430,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
             dataset: Any = self.loader.dataset
             # To read a sample in iter() would change the random streams and the dataset's state.
             # Each iteration sets this anew, so an earlier value does not matter.
-            dataset.read_first_sample_in_iter(False)
+            dataset.set_reads_first_sample(False)
         states_before = streams.state()
         batches = iter(self.loader)
         streams.restore(states_before)

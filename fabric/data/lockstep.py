@@ -66,7 +66,10 @@ class RemainingBatches:
         return self.count > 0
 
     def peek(self) -> Any:
-        """Return the next batch without consuming it, or ``_END_OF_BATCHES``."""
+        """Return the next batch without consuming it, or ``_END_OF_BATCHES``.
+
+        The first call fetches the batch. Later calls, and :meth:`take`, return the same batch.
+        """
         if not self._fetched:
             # Reset first: while the attribute is set, _read_state() returns it, and it is the state
             # from before an earlier fetch.

@@ -420,11 +420,11 @@ class InterleavedIterable(IterableDataset[Any]):
             _rank=rank,
             _num_replicas=num_replicas,
             _includes_incomplete=includes_incomplete,
-            # Whether iter() reads the first sample, see read_first_sample_in_iter().
+            # Whether iter() reads the first sample, see set_reads_first_sample().
             _reads_first_sample=False,
         )
 
-    def read_first_sample_in_iter(self, reads_first_sample: bool) -> None:
+    def set_reads_first_sample(self, reads_first_sample: bool) -> None:
         """Set whether ``iter()`` reads the first sample of the dataset.
 
         At the start of an epoch, the loader calls ``iter()`` with the same random states on all
