@@ -115,9 +115,9 @@ def broadcast(communicator: Communicator, tree: Tree, src: int, device: torch.de
     received = communicator.broadcast_object(tree_of_metas, src, call=call, error=error)
     if not is_source:
         leaves, structure = flatten(received)
-        # Replaces each TensorMeta by a tensor of the same dtype and shape. So the buckets have the
-        # same order and lengths as those of the sender.
-        _allocate_tensors(leaves, tree, device)
+        # Each tensor has the dtype and shape of the sender's tensor. So the buckets have the same
+        # order and lengths as those of the sender.
+        leaves = _allocate_tensors(leaves, tree, device)
         buckets = pack(leaves, structure, sends_numbers=False, allows_opaque=True)
     buffers: list[Tensor] = []
     for bucket in buckets:
@@ -154,13 +154,13 @@ def all_gather_ragged(
         # The other ranks wait for a call of this rank. They get the error instead.
         _answer_with_error(communicator, Operation.ALL_GATHER, error)
         raise
-    # The exchange of the lengths carries the signature, by which the ranks notice if their calls
-    # differ. `arguments` is for errors and hang reports. The lengths are read at once, so
-    # `reads_result` is true.
     call = CallDescription(
         "all_gather",
+        # For errors and hang reports.
         arguments=lambda: f"ragged=True, {concat=}, {sync_grads=}, {description}",
+        # The ranks compare this text while they exchange the lengths.
         signature_text=f"all_gather({concat=}, {description})",
+        # The lengths are read at once, since the padding below depends on them.
         reads_result=True,
     )
     lengths_by_position = _gather_lengths(communicator, leaves, call)
@@ -168,7 +168,7 @@ def all_gather_ragged(
         leaf = leaves[position]
         padding = leaf.new_zeros(max(lengths) - len(leaf), *leaf.shape[1:])
         leaves[position] = torch.cat([leaf, padding])
-    # Without a signature: the exchange of the lengths has already compared the calls of the ranks.
+    # is_signed=False: the ranks have compared their calls above, in _gather_lengths().
     gathered = _exchange(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
@@ -528,26 +528,33 @@ def _describe_tensors(leaves: list[Leaf]) -> list[Leaf]:
     return described
 
 
-def _allocate_tensors(leaves: list[Leaf], local_tree: Tree, device: torch.device) -> None:
-    """Replace each :class:`TensorMeta` by a tensor to receive into, on a rank that receives.
+def _allocate_tensors(
+    sent_leaves: list[Leaf], local_tree: Tree, device: torch.device
+) -> list[Leaf]:
+    """Return the leaves of the source, with a tensor in place of each :class:`TensorMeta`.
+
+    Called on a rank that receives. The values of the source will be written to the tensors.
 
     Args:
-        leaves: the leaves that the source sent. The list is changed in place.
+        sent_leaves: the leaves that the source sent.
         local_tree: the collection that this rank passed. Receivers may pass anything, such as None.
             If a tensor of the source requires a gradient, and this collection has a tensor with the
             same description in this position, this tensor is used, so that it gets a gradient.
         device: the device of new tensors.
     """
     local_leaves, _ = flatten(local_tree)
-    has_same_length = len(local_leaves) == len(leaves)
-    for position, meta in enumerate(leaves):
-        if not isinstance(meta, TensorMeta):
+    has_same_length = len(local_leaves) == len(sent_leaves)
+    leaves: list[Leaf] = []
+    for position, sent_leaf in enumerate(sent_leaves):
+        if not isinstance(sent_leaf, TensorMeta):
+            leaves.append(sent_leaf)
             continue
-        may_use_local_leaf = meta.requires_grad and has_same_length
-        if may_use_local_leaf and meta.describes(local_leaves[position]):
-            leaves[position] = local_leaves[position]
+        may_use_local_leaf = sent_leaf.requires_grad and has_same_length
+        if may_use_local_leaf and sent_leaf.describes(local_leaves[position]):
+            leaves.append(local_leaves[position])
         else:
-            leaves[position] = meta.empty(device)
+            leaves.append(sent_leaf.empty(device))
+    return leaves
 
 
 # -- reductions that are not defined ---------------------------------------------------------------

@@ -248,14 +248,19 @@ class CheckedCommunicator(Communicator):
         return result
 
     def _can_reuse_rows(self, collective: Collective) -> bool:
-        """Return whether the rows of this call may be kept for later calls with the same text."""
+        """Return whether a call may take rows from ``_unused_rows``, and put them back afterwards.
+
+        False is always safe: the call then makes rows of its own. True would be wrong if the rows
+        were of no use to a later call, or in use by two calls at once.
+        """
         buffer = collective.buffer
         if isinstance(buffer, FakeTensor):
             return False  # rows that are made in a dry run have no values
         # Kept rows save time for metrics: small tensors, or Python numbers, whose results are read
         # at once. For large tensors they would only take memory, which fabric.plan does not count.
-        has_numbers = collective.call is not None and collective.call.reads_result
-        if buffer.nbytes > _MAX_REUSED_BYTES and not has_numbers:
+        is_small = buffer.nbytes <= _MAX_REUSED_BYTES
+        reads_result = collective.call is not None and collective.call.reads_result
+        if not is_small and not reads_result:
             return False
         # On an accelerator, calls in several streams would use the rows at the same time.
         if not self._is_on_cpu:

@@ -65,7 +65,9 @@ class RecordedCommunicator(Communicator):
         recorder.latest_collective = entry
         # A thread makes one collective at a time.
         recorder.open_collectives[thread] = entry
-        recorder.latest_key = entry.group  # the group whose count _new_entry() has increased
+        # Hang reports say whether this group or a phase was counted last. _new_entry() has counted
+        # this collective.
+        recorder.latest_key = entry.group
         try:
             for check in recorder.checks:
                 check(entry, collective)

@@ -390,8 +390,9 @@ class ThreadCommunicator(Communicator):
         """
         if collective.operation in (Operation.SEND, Operation.RECV):
             return self._pass_message(collective)
-        # The ranks compare this text, which has everything that must be equal on all ranks. Without
-        # such a text of the user's call, they compare the properties of the collective.
+        # call_text has everything that must be equal on all ranks. It is the signature text of the
+        # user's call, or else the properties of the collective. _exchange() raises if the texts of
+        # the ranks differ.
         if collective.call is not None and collective.call.signature_text:
             call_text = collective.call.signature_text
         else:
