@@ -116,7 +116,7 @@ class Runtime:
         self._is_started = True  # close() has something to release from here on
         is_connected_by_caller = communicator is not None
         if not is_connected_by_caller:
-            self._set_rank_of_lightning_utilities()  # torchmetrics prints on this rank 0 only
+            self._set_rank_of_lightning_utilities()  # torchmetrics then prints on rank 0 only
             if not self.connects_processes:
                 return  # the process keeps the communicator of this process alone
         rank = self.world.rank
@@ -424,8 +424,8 @@ class Runtime:
             timeout=self.timeout,
             device_id=device_id,
         )
-        # Any runtime in this set uses the group. Added before the wait, which may raise, so that
-        # close() also then destroys the group.
+        # The last runtime of this set to close destroys the group. This runtime is added before the
+        # wait, which may raise, so that the group is destroyed then, too.
         self._sharers_of_group.add(self)
         # A barrier through the store: the last rank to arrive sets the key for which all wait. gloo
         # connects to the other ranks in the background, and fails if a rank that did not wait has

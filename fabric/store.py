@@ -143,11 +143,10 @@ class JobStore:
                 not wait. The result has no entry for a rank that does not publish in this time.
         """
         key_of_rank = {rank: f"{topic}/{rank}" for rank in ranks}
-        # Waits for the keys, for at most `max_wait`, and adds those that exist to _existing_keys.
-        self._note_existing_keys(set(key_of_rank.values()), max_wait)
+        existing_keys = self._wait_for_keys(set(key_of_rank.values()), max_wait)
         published_keys: dict[int, str] = {}
         for rank, key in key_of_rank.items():
-            if key in self._existing_keys:
+            if key in existing_keys:
                 published_keys[rank] = key
         if not published_keys:
             return {}
@@ -155,11 +154,11 @@ class JobStore:
         texts = self._store.multi_get(list(published_keys.values()))
         return dict(zip(published_keys, map(json.loads, texts), strict=True))
 
-    def _note_existing_keys(self, keys: Set[str], max_wait: float) -> None:
-        """Add the keys that exist in the store to ``_existing_keys``.
+    def _wait_for_keys(self, keys: Set[str], max_wait: float) -> Set[str]:
+        """Wait until all keys exist, or for ``max_wait`` seconds. Return those that exist.
 
-        This method returns once all keys exist, or after ``max_wait`` seconds. Each key is checked
-        at least once. A key in ``_existing_keys`` is not checked again, since keys are not removed.
+        Each key is checked at least once. A key that exists is noted in ``_existing_keys`` and is
+        not checked again, since keys are not removed.
 
         Args:
             keys: the keys to check.
@@ -173,9 +172,10 @@ class JobStore:
                 if self._store.check([key]):
                     self._existing_keys.add(key)
             if time.monotonic() >= deadline:
-                return
+                break
             time.sleep(_POLL_SECONDS)
             missing = keys - self._existing_keys
+        return keys & self._existing_keys
 
     def close(self) -> None:
         """Close the connection to the store.
