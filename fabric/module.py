@@ -111,8 +111,7 @@ class FabricModule(nn.Module):
         ``_fabric_forward`` is the result of :meth:`_build_forward`.
         """
         hooks = self._fabric_hooks
-        # If the list `before` is empty, the other lists are empty, too.
-        if not hooks.before:
+        if not hooks.before and not hooks.after:
             return self._fabric_forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             # The hooks would break the graph of the compiler. So they are left out, unless a
@@ -190,8 +189,9 @@ class FabricModule(nn.Module):
         """Return an attribute of the user's module. Python calls this if this object lacks it.
 
         A forward method, such as ``training_step``, is returned as a function that runs the method
-        through the prepared module. If the strategy synchronizes gradients in the forward pass, all
-        other methods bypass it: the guard wraps these, and raises in a backward pass through one.
+        through the prepared module. Any other method runs without the prepared module. If the
+        strategy synchronizes gradients only after a forward pass of the prepared module, the module
+        has a guard. Then a backward pass through the result of such a method raises an error.
         """
         # Not self._fabric_uncompiled: before the constructor has set that attribute, the access
         # would call this method without end. A KeyError shows the mistake.
@@ -204,6 +204,7 @@ class FabricModule(nn.Module):
         if name in self._fabric_forward_methods:
             return self._through_forward(value)
         if self._fabric_guard is not None:
+            # A function that calls the method, and passes its result to the guard.
             return self._fabric_guard.wrap_method(value, name)
         return value
 

@@ -308,13 +308,12 @@ def refuse_while_importing_main() -> None:
     the name ``__mp_main__``, as in ``multiprocessing``.
     """
     imported_script = sys.modules.get("__mp_main__")
-    # In a process that is not a rank, multiprocessing also adds the entry "__mp_main__". There the
-    # entry is an alias of the module "__main__", so its __name__ differs.
-    is_imported_in_rank = getattr(imported_script, "__name__", None) == "__mp_main__"
-    # Once a rank has imported the script, multiprocessing also stores it as
-    # sys.modules["__main__"].
-    has_import_finished = imported_script is sys.modules["__main__"]
-    if is_imported_in_rank and not has_import_finished:
+    # Only a rank has a module with this __name__. In another process, multiprocessing stores the
+    # module "__main__" under this key, whose __name__ stays "__main__".
+    is_rank = getattr(imported_script, "__name__", None) == "__mp_main__"
+    # When the import in a rank ends, multiprocessing makes the imported script the main module.
+    is_importing = imported_script is not sys.modules["__main__"]
+    if is_rank and is_importing:
         raise UsageError(
             "launch() at the top level of a script",
             problem="another process imports the script to find the function that it has to run, "
