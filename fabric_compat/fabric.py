@@ -265,19 +265,19 @@ class Fabric(_Fabric):
         second call gets the compiled module, the result is compiled, too.
         """
         trained_optimizers = _without_schedulers(optimizers)
-        model = self._prepared_module(module)
+        model = self._find_prepared_module(module)
         if model is None:
             model = self._prepare_module(module, trained_optimizers, move_to_device)
         else:
             note("setup() of a module that is set up already returns the same module")
             if uncompiled(module) is not module:
                 model = compile_as(module, model)
-        self._set_up(trained_optimizers)
-        self._attach(self.unwrap(model), trained_optimizers)
+        self._set_up_optimizers(trained_optimizers)
+        self._connect_lightning_module(self.unwrap(model), trained_optimizers)
         self.call("on_after_setup", fabric=self, module=model)
         return _single_or_tuple(model, *optimizers, scheduler)
 
-    def _attach(self, user_module: Any, optimizers: Any) -> None:
+    def _connect_lightning_module(self, user_module: Any, optimizers: Any) -> None:
         """Tell a LightningModule its Fabric and its optimizers, and make it a callback.
 
         :meth:`call` then calls the hooks of the module. Other modules do not change.
@@ -290,7 +290,7 @@ class Fabric(_Fabric):
         if user_module not in self._callbacks:
             self._callbacks.append(user_module)
 
-    def _prepared_module(self, module: Any) -> Any:
+    def _find_prepared_module(self, module: Any) -> Any:
         """Return the result of an earlier setup of a module, or None."""
         user_module = uncompiled(self.unwrap(module))
         for prepared in self._ensure_session("setup").objects.modules:
@@ -326,10 +326,10 @@ class Fabric(_Fabric):
 
     def setup_optimizers(self, *optimizers: Any, **_: Any) -> Any:
         """Set up optimizers. Their parameters need not belong to a prepared module."""
-        self._set_up(optimizers)
+        self._set_up_optimizers(optimizers)
         return _single_or_tuple(*optimizers)
 
-    def _set_up(self, optimizers: Any) -> None:
+    def _set_up_optimizers(self, optimizers: Any) -> None:
         """Set up the optimizers that are not set up yet, in place."""
         session = self._ensure_session("setup_optimizers")
         new_optimizers = [
@@ -435,15 +435,17 @@ class Fabric(_Fabric):
             "error_if_nonfinite": error_if_nonfinite,
         }
         if isinstance(module, nn.Module):
-            module = self._prepared_module(module) or module
+            module = self._find_prepared_module(module) or module
             # A module that is set up may also be a part of the user's module.
-            is_for_fabric = any(isinstance(child, FabricModule) for child in module.modules())
+            has_set_up_module = any(isinstance(child, FabricModule) for child in module.modules())
         else:
-            is_for_fabric = module is not None  # fabric takes a list of modules, too
-        if is_for_fabric or optimizer is None:
+            # A list of set-up modules, which fabric takes, too. It raises for anything else.
+            has_set_up_module = module is not None
+        # Without an optimizer, fabric clips all parameters of the module, or raises.
+        if has_set_up_module or optimizer is None:
             return super().clip_gradients(module, optimizer, norm_type=norm_type, **options)
         session = self._ensure_session("clip_gradients")
-        # An empty list of modules: none of them is set up.
+        # An empty list: no module is set up. The session clips the optimizer's parameters.
         return session.clip_gradients([], optimizer, norm_type=float(norm_type), **options)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:

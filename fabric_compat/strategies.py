@@ -316,6 +316,7 @@ class _LightningStrategy(Strategy):
 
         Collective: every rank must call it.
         """
+        # None is Lightning's default, which leaves the choice to torch.load. torch chooses True.
         if weights_only is None:
             weights_only = True
         coordinator = self._coordinator()
