@@ -155,7 +155,8 @@ class BatchCounts:
         """Raise if a neighbor has a different order of the loader than this rank.
 
         The two ranks would take their batches from different orders, so that samples are seen twice
-        or never. A neighbor that has not published its count will read the count of this rank.
+        or never. This rank has published its count before. A neighbor that has not published yet
+        will read that count, and raise itself.
 
         Args:
             loader: the name of the loader.

@@ -29,8 +29,8 @@ CANNOT_GO_ON = "the job cannot go on and ends here:"  # the beginning of the pro
 def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks that can never go on.
 
-    At first, all waiting ranks count as deadlocked. In each round, the ranks that can still go on
-    are taken out. The last round finds no such rank.
+    At first, all waiting ranks are candidates. Each round takes out the candidates that can still
+    go on. When a round finds none, the remaining candidates are deadlocked.
     """
     ended: set[int] = set()
     waiting: set[int] = set()
@@ -41,18 +41,18 @@ def deadlocked_ranks(states: Mapping[int, RankState]) -> set[int]:
             waiting.add(rank)
     # For each waiting rank, the ranks that have not come to its call.
     absent_ranks = _absent_ranks(states, waiting)
-    deadlocked = waiting
+    candidates = waiting
     while True:
-        # A rank can go on if all ranks that it waits for may still come.
+        # A candidate can go on if it waits for no other candidate and no rank that has ended.
         may_go_on: set[int] = set()
-        never_come = deadlocked | ended
-        for rank in deadlocked:
-            if absent_ranks[rank].isdisjoint(never_come):
+        may_never_come = candidates | ended
+        for rank in candidates:
+            if absent_ranks[rank].isdisjoint(may_never_come):
                 may_go_on.add(rank)
         if not may_go_on:
-            return deadlocked
-        # In the next round, the ranks that wait only for these ranks can go on, too.
-        deadlocked = deadlocked - may_go_on
+            return candidates
+        # In the next round, the candidates that wait only for these ranks can go on, too.
+        candidates = candidates - may_go_on
 
 
 def _absent_ranks(

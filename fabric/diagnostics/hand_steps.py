@@ -92,7 +92,8 @@ class _GradientSamples:
         self._leaves = WeakTensorKeyDictionary()
         # The version of each parameter's gradient before the backward pass, by id of the parameter.
         self._versions_before: dict[int, object] = {}
-        # The ids of parameters of which no samples are taken. See ignore_closures().
+        # The ids of the parameters of optimizers whose steps have closures. after_backward() takes
+        # no samples of them.
         self._ids_with_closures: set[int] = set()
 
     def before_backward(self, loss: Tensor, has_weight: bool) -> None:
@@ -134,7 +135,7 @@ class _GradientSamples:
         """Drop the sample of a parameter, and return it. None if there is none."""
         return self._samples.pop(parameter, None)
 
-    def ignore_closures(self, optimizer: Optimizer) -> None:
+    def stop_sampling_after_backward(self, optimizer: Optimizer) -> None:
         """Take no more samples of an optimizer's parameters after backward passes.
 
         Called for an optimizer whose steps have closures. Such a step makes several backward
@@ -379,7 +380,7 @@ class HandStepCheck:
         changes = self._samples.changes()
         if changes:
             self._has_stepped = True
-            self._refuse_incomplete_gradients(changes)
+            self._check_gradients_of_changes(changes)
             self._comparison.check(self._replicated(changes), self._num_losses)
         if self._is_finished():
             # This is allowed, since Fabric.backward() iterates over a copy of the list.
@@ -427,9 +428,11 @@ class HandStepCheck:
         """
         self._has_stepped = True
         if self._is_in_backward:
-            self._refuse_incomplete_step_in_backward(optimizer)
+            self._check_step_in_backward(optimizer)
+        # The optimizer, and not the user, changes the parameters between the backward passes of its
+        # closure.
         if has_closure(args, kwargs):
-            self._samples.ignore_closures(optimizer)
+            self._samples.stop_sampling_after_backward(optimizer)
         was_set_up = optimizer in self._optimizers
         for parameter in parameters_of(optimizer):
             sample = self._samples.drop(parameter)
@@ -437,11 +440,11 @@ class HandStepCheck:
             if was_set_up:
                 continue
             if sample is not None:
-                self._refuse_incomplete_step(optimizer, parameter, sample)
+                self._check_gradient_is_complete(optimizer, parameter, sample)
             if parameter.grad is not None and self._samples.is_outside_modules(parameter):
                 self._samples.take(parameter)
 
-    def _refuse_incomplete_step(
+    def _check_gradient_is_complete(
         self, optimizer: Optimizer, parameter: Tensor, sample: _Sample
     ) -> None:
         """Raise if an optimizer that was not set up steps with a gradient that is not complete.
@@ -462,7 +465,7 @@ class HandStepCheck:
                 "fabric.setup_optimizers(optimizer)",
             )
 
-    def _refuse_incomplete_step_in_backward(self, optimizer: Optimizer) -> None:
+    def _check_step_in_backward(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer steps within a backward pass, before its gradients are complete.
 
         Args:
@@ -511,7 +514,7 @@ class HandStepCheck:
             return "not divided by the loss weights yet"
         return self._pending_change(None)
 
-    def _refuse_incomplete_gradients(self, changes: Sequence[_Change]) -> None:
+    def _check_gradients_of_changes(self, changes: Sequence[_Change]) -> None:
         """Raise if parameters were changed against gradients that are not complete.
 
         The change has to go against the gradients on average. A change in another direction, such

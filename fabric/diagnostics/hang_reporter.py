@@ -291,7 +291,7 @@ class HangReporter:
         """
         has_progressed = self._observer.update(now)
         if has_progressed:
-            # The report on an earlier wait is not about the next one.
+            # The wait is over. The next wait of this rank needs another report.
             self._report_number = None
             self._report = None
         # Before the wait is looked at: if a rank compiles, the wait counts from now on.

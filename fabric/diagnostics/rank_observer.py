@@ -95,6 +95,8 @@ class RankObserver:
         """Return the state of this rank now."""
         recorder = self._recorder
         call = self._current_call()
+        # Reports compare how many calls with this key each rank has started. It is the group of the
+        # current call, else the name of the current phase, else the key that was counted last.
         if call is not None:
             key = call.group
         else:

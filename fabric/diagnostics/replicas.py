@@ -429,6 +429,7 @@ class ReplicaComparison:
         for replica in replicas:
             # crc32() gives the same number on every rank, unlike hash().
             buckets[crc32(replica.key.encode()) % _BUCKETS].append(replica)
+        # The sum of these digests over the ranks is 0 if the replicas of the bucket are equal.
         digests_of_buckets = [_weighted_digest(rank, bucket, _digest) for bucket in buckets]
         differences = self._sum_over_ranks(digests_of_buckets)
         suspect_keys: set[str] = set()

@@ -230,15 +230,17 @@ class _FingerprintComparison:
         self._loss_digests = []  # the fingerprint has these digests, so the next step starts anew
         if not self._fingerprint.names:
             return  # this rank has no value that has to be equal on all ranks
-        published = _Published(
+        values_of_this_rank = _Published(
             self._store.rank, self._fingerprint.numbers, self._synchronized_backwards
         )
-        content = published.to_bytes()
-        # Writes this rank's values if no rank has written any. Returns the values in the store.
+        content = values_of_this_rank.to_bytes()
+        # The rank that finishes the step first writes its values under this key. On every rank,
+        # set_if_absent() returns the values of that rank.
         first = _Published.from_bytes(self._store.set_if_absent(self._key("first"), content))
         is_different = first.fingerprint != self._fingerprint.numbers
         if is_different:
-            # This rank writes before it raises, so that the other ranks raise, too.
+            # This rank writes before it raises, so that the other ranks raise, too: they read this
+            # key in check_latest_step().
             self._store.set(self._key("other"), content)
         # Before this rank raises or goes on: ranks that hold parts of the same layers need each
         # other in the next forward pass.
@@ -481,11 +483,12 @@ class _ClearedWindows:
 
     def __init__(self) -> None:
         self.num_cleared = 0
-        # Whether the latest backward pass since the latest step has left gradients for the rest of
-        # its window. after_backward() sets it.
+        # Whether the latest backward pass has left gradients, to which later passes of the same
+        # window should add theirs. after_backward() sets it, and a step resets it.
         self._has_open_gradient = False
-        # Whether such gradients were cleared since the latest step, and ever kept.
+        # Whether the user has cleared such gradients since the latest step.
         self._has_cleared = False
+        # Whether such gradients have ever been kept for a later pass. A step does not reset it.
         self._has_kept = False
 
     def before_backward(self, optimizer: Optimizer) -> None:
@@ -659,10 +662,13 @@ class TrainingChecks:
         self._step_calls += 1
         # A rank may have published a different fingerprint since the latest backward pass.
         self._comparison.check_latest_step()
-        trained_ids = self._record_gradients(optimizer)
+        # The checks below read which parameters have had a gradient so far.
+        self._record_gradients(optimizer)
+        trained_ids = _ids(_trainable_parameters(optimizer))
         is_first_step = self._step_calls == 1
         if is_first_step:
             self._check_values(trained_ids)
+        # Raises if the optimizer may not step at the current micro-batch of a window.
         self._window_check.check(optimizer)
         # After the last checked step, this hook stays until the next backward pass removes it.
         # A closure computes the gradients within the step, so they cannot be checked before it.
@@ -834,15 +840,10 @@ class TrainingChecks:
                 f"zero_grad() in the loop; {_TURN_OFF}",
             )
 
-    def _record_gradients(self, optimizer: Optimizer) -> set[int]:
-        """Record which parameters have a gradient now.
-
-        Returns:
-            The ids of all parameters that the optimizer trains on this rank.
-        """
+    def _record_gradients(self, optimizer: Optimizer) -> None:
+        """Add the parameters that have a gradient now to those that have had one so far."""
         trained = _trainable_parameters(optimizer)
         self._ids_that_had_gradient |= _ids_with_gradient(trained)
-        return _ids(trained)
 
     def _raise_usage_error(self, *, problem: str, expected: str, suggestion: str) -> NoReturn:
         """Raise a UsageError about a step of the optimizer."""

@@ -256,7 +256,7 @@ class UnevenInputDetector:
         Raises:
             UsageError: another rank has run out of batches and will not take this step.
         """
-        if self.is_paused:
+        if self.is_paused:  # in a block of paused(), ranks may take different steps
             return
         # Whether all ranks take the step. Otherwise, only the ranks that gather together take it.
         is_shared = self._is_shared_step(contract)
