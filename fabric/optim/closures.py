@@ -90,7 +90,8 @@ class ClosureLosses:
             nonlocal num_passes
             num_passes += 1
 
-        # Count the backward passes of the closure. The session counts those with reduce="sum".
+        # count_pass() counts all backward passes of the closure. TrainingSession adds 1 to
+        # self.summed_passes in each backward pass with reduce="sum", also within the closure.
         summed_passes_before = self.summed_passes
         self.backward.after.append(count_pass)
         try:
@@ -111,5 +112,5 @@ class ClosureLosses:
                 expected="one kind of reduction in a closure",
                 suggestion='fabric.backward(loss, reduce="sum") for every loss of the closure',
             )
-        # The mean times the number of losses is their sum.
+        # All passes have summed gradients. The mean times the number of ranks is the sum of losses.
         return mean_loss * self.num_summed_losses

@@ -127,7 +127,9 @@ class LossScaler:
         """
         # What unscale() has found since the scale was last updated. None if it was not called.
         found_inf = self._found_inf_since_update
-        # The scale must not change while an optimizer holds gradients that are scaled by it.
+        # The scale must not change while an optimizer holds gradients that are scaled by it. To ask
+        # for them may be a collective. All ranks unscale in the same calls, so found_inf is None on
+        # all ranks or on none, and all ranks ask.
         if found_inf is not None and not self._any_optimizer_holds_scaled_gradients():
             self._update_scale(found_inf)
             self._found_inf_since_update = None
@@ -183,6 +185,8 @@ class LossScaler:
         if not state.is_scaled:
             # The gradients were unscaled before, as by clip_gradients.
             return bool(state.found_inf)
+        # Optimizers that share a parameter share its gradient. All of their gradients are unscaled
+        # now, so that each gradient is unscaled once.
         optimizers = self._optimizers_that_share(optimizer)
         # Each list has one device and one dtype.
         grads_by_kind = local_gradients(*optimizers)

@@ -245,8 +245,9 @@ class LossWeights:
         # loss.
         self._drop_cleared_windows()
         for set_up_optimizer in self._optimizers:
-            self._refuse_unknown_passes(set_up_optimizer)
-        # After the check for unknown passes: this forgets the parameters that they have reached.
+            self._check_unknown_passes(set_up_optimizer)
+        # After the check for unknown passes, which are those without Fabric.backward: begin_pass()
+        # forgets the parameters that they have reached.
         self._gradient_watch.begin_pass()
         window = self._common_window(optimizers)
         if loss_weight is None:
@@ -272,9 +273,10 @@ class LossWeights:
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the end of a backward pass. Called after every backward pass of ``Fabric``.
 
-        The optimizers that a weighted loss is for get the *window* with this loss, which is the
-        record of their weighted backward passes since their last step. :meth:`divide_loss` has made
-        it. After an error, the optimizers keep the windows that they had before the pass.
+        A *window* is the record of the weighted backward passes of optimizers since their last
+        step. :meth:`divide_loss` has made a new window, which includes this pass. The optimizers
+        that the loss is for get this window now. After an error, they keep the windows that they
+        had before the pass.
 
         Args:
             loss: the loss. It is not used, but all hooks after a backward pass get it.
@@ -316,7 +318,7 @@ class LossWeights:
         state = self._states.get(optimizer)
         if state is None or state.window is None:
             return
-        self._refuse_unknown_passes(optimizer)
+        self._check_unknown_passes(optimizer)
         window = state.window
         if window is _Mark.DIVIDED:
             return
@@ -416,10 +418,10 @@ class LossWeights:
         for window, flags in unread_flags.items():
             window.weight = _weight_unless_cleared(window, flags)
 
-    def _refuse_unknown_passes(self, optimizer: Optimizer) -> None:
+    def _check_unknown_passes(self, optimizer: Optimizer) -> None:
         """Raise a UsageError if a pass without ``Fabric.backward`` added gradients to a window.
 
-        The loss of such a pass has no weight.
+        An *unknown pass* is such a backward pass. The loss of such a pass has no weight.
         """
         state = self._states.get(optimizer)
         if state is None or state.window is None:
