@@ -46,6 +46,7 @@ class ExpertParallel(ParallelStyle):
             split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
         experts: Any = module
+        # find_layers_to_split() has refused a number that the size of the mesh does not divide.
         experts.num_experts //= device_mesh.size()
         # With this flag, the fast kernels of transformers skip tokens that are routed to the number
         # num_experts, which stands for the experts of other ranks.

@@ -138,7 +138,7 @@ class MappedMemory(DispatchMode):
             if _is_large(leaf):
                 self._used_bytes += leaf.nbytes
         if self._used_bytes >= _RESIDENT_BYTES:
-            self._release_pages()
+            self._release_pages()  # also sets _used_bytes to 0
         return result
 
     def _move_to_file(self, has_values: bool, tensor: Tensor) -> Tensor:

@@ -350,9 +350,13 @@ class ModelParallelStrategy(FSDPStrategy):
             # fully_shard() takes the first of two dimensions for the replicas.
             shard_meshes.insert(0, mesh["replicate"])
 
-        # The runtime makes equal meshes only once. Most often, these two equal the mesh above.
+        # The next two meshes only group the ranks for communicators. The runtime makes equal meshes
+        # only once. Most often, these two equal the mesh above.
+
+        # Ranks along "sequence" have different tokens of the same samples. Gradients are averaged
+        # over these ranks, and so they count as ranks with different samples.
         samples_mesh = self._two_dimensional_mesh(tensor_parallel_size)
-        # Ranks along "sequence" and "tensor_parallel" read the same batch.
+        # Ranks along "sequence" read the same batch, though, as ranks along "tensor_parallel" do.
         batch_mesh = self._two_dimensional_mesh(tensor_parallel_size * sizes["sequence"])
         return _Topology(
             mesh=mesh,

@@ -281,7 +281,7 @@ class _SequenceParallelAttention(TorchFunctionMode):
 
         The parameters and the result are those of ``scaled_dot_product_attention``.
         """
-        self.num_attentions += 1
+        self.num_attentions += 1  # sequence_parallel() raises if it is still 0 after its block
         self._check_inputs(query, key, value, attn_mask)
         options["dropout_p"] = dropout_p
         # Heads are exchanged if possible. A mask may differ between heads and is not exchanged.

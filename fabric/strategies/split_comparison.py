@@ -207,6 +207,7 @@ class _Computation:
         if not self.gradient_inputs or not differentiable:
             return []
         output_gradients: list[Tensor] = []
+        # On the CPU and in float64, so that the numbers depend on the shapes alone.
         generator = torch.Generator().manual_seed(0)
         for tensor in differentiable:
             gradient = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
@@ -543,6 +544,7 @@ class SplitComparison:
                 stack.callback(generator.set_state, generator.get_state())
             for module in (*region.module.modules(), *region.whole.modules()):
                 stack.callback(_restore_attributes, module, dict(vars(module)))
+            # The copy `whole` shares these buffers.
             for buffer in region.module.buffers():
                 version = in_place_version(buffer)
                 stack.callback(_restore_buffer, buffer, version, buffer.detach().clone())
@@ -573,6 +575,7 @@ class SplitComparison:
             _compute_both, region, self._generators, args, kwargs, region_of_error=region
         )
         if computations is None:
+            # The split or the whole region has raised on all ranks.
             note = self._describe_error_of_split(region, args, kwargs)
             if note:
                 comparing_pass.note_for_error = note
@@ -581,11 +584,12 @@ class SplitComparison:
         # If random numbers were drawn, or a layer was called more often in one of the two, the
         # outputs may differ without a mistake.
         is_comparable = not is_random and len(split.outputs) == len(whole.outputs)
+        # All ranks skip the comparison if one has to, since the calls below are collective.
         if not all(self._communicator.gather_objects(is_comparable)):
             return True  # the region was computed, and is not compared again
         self._raise_on_all_ranks(region, self._compare_outputs(split, whole))
         gradients = self._run_on_all_ranks(_compute_gradients, split, whole, region_of_error=region)
-        if gradients is None:
+        if gradients is None:  # computing them has raised on all ranks
             return False
         self._raise_on_all_ranks(region, _compare_gradients(gradients, _tolerance(split)))
         return True
@@ -882,6 +886,8 @@ def _compute_both(
         vars(region.whole)["forward"] = MethodType(forward.__func__, region.whole)
     split = _compute_split(region, args, kwargs)
     whole = _compute_whole(region, args, kwargs)
+    # If the split computation has drawn random numbers, the whole one has drawn other numbers. The
+    # caller then compares nothing.
     new_states = [generator.get_state() for generator in generators]
     is_random = not all(map(torch.equal, states, new_states))
     return _Computations(split, whole, is_random)
@@ -913,13 +919,13 @@ def _compute_split(region: _Region, args: Any, kwargs: Any) -> _Computation:
     restores the attributes of the modules, which this function changes.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
+    # So that the backward pass of this computation does not call the hooks of the running pass.
     _detach_replicated_parameters(region)
     gradient_inputs: list[_Quantity] = []
     for slot in _slots_with_gradient(region):
         tensor = _tensor_in_use(slot)
         gradient_inputs.append(_parameter_quantity(region, slot.parameter, tensor))
-    outputs: list[_Quantity] = []
-    with _recorded_outputs(region, region.module, outputs):
+    with _recorded_outputs(region, region.module) as outputs:
         # Not region.module(...), which would run the hooks of the module. One of these hooks runs
         # this comparison.
         result = region.module.forward(*new_args, **new_kwargs)
@@ -930,7 +936,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
     """Compute a region, a module with split layers, as before the split, with full parameters.
 
     Collective among the ranks of a layer. Also records in ``region.has_zero_weights`` whether all
-    rowwise weights are zero.
+    rowwise weights are zero. The comparison then proves nothing, and later passes repeat it.
     """
     (new_args, new_kwargs), inputs = _copy_arguments(region, (args, kwargs))
     full_parameters: dict[nn.Parameter, Tensor] = {}
@@ -949,8 +955,7 @@ def _compute_whole(region: _Region, args: Any, kwargs: Any) -> _Computation:
         gradient_inputs.append(_parameter_quantity(region, slot.parameter, full_parameter))
     weights = [tensors[f"{name}.weight"] for name in region.rowwise_layers]
     region.has_zero_weights = not any(weight.any() for weight in weights)
-    outputs: list[_Quantity] = []
-    with _recorded_outputs(region, region.whole, outputs):
+    with _recorded_outputs(region, region.whole) as outputs:
         result = functional_call(region.whole, tensors, new_args, new_kwargs)
     return _build_computation(region, result, outputs, [*gradient_inputs, *inputs])
 
@@ -1018,27 +1023,28 @@ def _copy_arguments(region: _Region, arguments: Any) -> tuple[Any, list[_Quantit
         if not isinstance(leaf, Tensor):
             copies.append(deepcopy(leaf))
             continue
-        start = leaf.detach().clone()
+        gradient_input = leaf.detach().clone()
         if leaf.requires_grad and torch.is_grad_enabled():
-            start.requires_grad_()
+            gradient_input.requires_grad_()
             name = f"input {number} of {region.path or 'the model'}"
-            inputs.append(_Quantity(name, start, region.all_plan_lines))
+            inputs.append(_Quantity(name, gradient_input, region.all_plan_lines))
         # A clone is not a leaf of the graph, and so the module may change it in place.
-        copies.append(start.clone())
+        copies.append(gradient_input.clone())
     return unflatten(structure, copies), inputs
 
 
 @contextmanager
-def _recorded_outputs(
-    region: _Region, module: nn.Module, outputs: list[_Quantity]
-) -> Iterator[None]:
-    """Append the outputs of the rowwise layers in ``module`` to a list during the block.
+def _recorded_outputs(region: _Region, module: nn.Module) -> Iterator[list[_Quantity]]:
+    """Record the outputs of the rowwise layers in ``module`` during the block.
 
     Args:
         region: a module with split layers, and its copy from before the split.
         module: one of these two, whose layers are called in the block.
-        outputs: the list, in the order of the calls.
+
+    Yields:
+        A list, which each call of a layer in the block extends by the output.
     """
+    outputs: list[_Quantity] = []
 
     def record(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         """Append the output of the rowwise layer called ``name``. A forward hook of the layer."""
@@ -1050,7 +1056,7 @@ def _recorded_outputs(
             layer = module.get_submodule(name)
             handle = layer.register_forward_hook(partial(record, name))
             stack.callback(handle.remove)
-        yield
+        yield outputs
 
 
 def _build_computation(

@@ -728,7 +728,8 @@ class FSDPStrategy(ParallelStrategy):
             # Saves compare these between the ranks that hold the same shards. Buffers are read at
             # each save, since a module may replace them.
             replicas=partial(_with_buffers, parameters, root),
-            # Saves compare these, too.
+            # Saves compare these two texts between the ranks: the order in which forward passes
+            # have used the FSDP modules, and which parameters have had gradients in steps.
             module_order=forward.module_order,
             stepped_gradients=forward.stepped_gradients,
             unreduced=forward.unreduced_parameters,

@@ -99,6 +99,7 @@ class ShardedForward:
         # Prepended, so that the other pre-hooks of the root run after _begin_pass(), and so may
         # call submodules.
         root.register_forward_pre_hook(self._begin_pass, prepend=True)
+        # torch calls forward hooks in this order. _end_pass() reads what _note_success() records.
         root.register_forward_hook(self._note_success)
         root.register_forward_hook(self._end_pass, always_call=True)
         self._submodule_hooks = self._register_submodule_hooks(fsdp_modules)

@@ -188,7 +188,8 @@ class UnreducedGradients:
         for parameter, is_zero in zip(parameters, are_zero, strict=True):
             if is_zero:
                 cleared.add(parameter)
-        # Shards without elements have no zeros to look at. Their in-place versions are compared.
+        # Shards without elements have no zeros to look at. Their in-place versions are compared
+        # with those of the shards in `cleared` and of the other shards.
         cleared.update(cleared_empty_gradients(self._placeholder_versions, cleared))
         for parameter in cleared:
             drop_unreduced_gradient(self._records_with_placeholder[parameter])

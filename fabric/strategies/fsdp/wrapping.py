@@ -124,11 +124,14 @@ def find_fsdp_modules(root: nn.Module, policy: ModuleChoice | None = None) -> li
             FSDP modules.
     """
     if policy is None:
+        # Repeated blocks that share a parameter are left to the root. If a policy of the user
+        # chooses such modules, that is an error.
         return _without_shared_parameters(root, _repeated_blocks(root))
     if isinstance(policy, tuple) or "recurse" not in inspect.signature(policy).parameters:
         fsdp_modules = _choose_by_module(root, policy)
     else:
         fsdp_modules = []
+        # The returned number is only for the calls of the function by itself.
         _append_by_size(fsdp_modules, module=root, root=root, policy=policy)
     shared = _parameters_with_several_owners(root, fsdp_modules)
     if shared:
