@@ -716,25 +716,25 @@ class _Differentiable(torch.autograd.Function):
         """
         (grad_of_result,) = grads
         communicator = ctx.communicator
-        collective = ctx.collective
-        operation = collective.operation
-        op = collective.reduce
-        match operation:
+        collective = ctx.collective  # that of the forward pass
+        # The backward pass of an all-reduce or an all-to-all is the same collective.
+        backward_operation = collective.operation
+        backward_reduction = collective.reduce
+        match collective.operation:
             case Operation.ALL_GATHER:
-                operation = Operation.REDUCE_SCATTER
-                op = Reduce.SUM
+                backward_operation = Operation.REDUCE_SCATTER
+                backward_reduction = Reduce.SUM
             case Operation.REDUCE_SCATTER:
-                # An all-gather ignores `op`, which keeps its value. The division of a mean follows
-                # below.
-                operation = Operation.ALL_GATHER
+                backward_operation = Operation.ALL_GATHER
+                backward_reduction = None
             case Operation.BROADCAST:
-                operation = Operation.ALL_REDUCE
-                op = Reduce.SUM
-            # The backward pass of an all-reduce or all-to-all is the same collective.
-        backward_collective = Collective(operation, grad_of_result, op)
+                backward_operation = Operation.ALL_REDUCE
+                backward_reduction = Reduce.SUM
+        backward_collective = Collective(backward_operation, grad_of_result, backward_reduction)
         # apply() records this collective in the graph, so that the gradient can be differentiated.
         grad = _Differentiable.apply(communicator, backward_collective, grad_of_result)
-        if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
+        is_reduce_scatter = collective.operation is Operation.REDUCE_SCATTER
+        if is_reduce_scatter and collective.reduce is Reduce.MEAN:
             # The all-gather does not reduce, so the gradient is divided here.
             grad = grad / communicator.size
         is_broadcast = collective.operation is Operation.BROADCAST
