@@ -125,8 +125,9 @@ class FabricModule(nn.Module):
                 function()
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
-            # The contract is not None, since only a module with a contract has hooks.
-            self._fabric_contract.explain_error(error)
+            contract = self._fabric_contract
+            if contract is not None:
+                contract.explain_error(error)  # may add a note to the error
             # A copy of the list, since a function may remove itself from the list.
             for function in list(hooks.after):
                 function(None, error)
