@@ -219,9 +219,9 @@ class RandomStreams:
 
         Args:
             state: the states to restore. A stream without an entry stays as it is.
-            unless: the states from which the caller has just drawn numbers. A stream with equal
-                entries in ``state`` and ``unless`` is not set back to before the draw. Empty, the
-                default, sets every stream.
+            unless: the states to which the caller has set the streams before it drew numbers. If
+                the entry of a stream in ``state`` is the same, the stream is left as it is after
+                the draw, as if it had never been set. Empty, the default, sets every stream.
         """
         for name in self.global_streams:
             if name not in state:
