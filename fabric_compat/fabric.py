@@ -143,6 +143,7 @@ class Fabric(_Fabric):
         if options["precision"] is not None:
             options["precision"] = precision_object(options["precision"])
         super().__init__(**options)
+        # Raises if the user's strategy overrides a method that fabric never calls.
         strategies.refuse_uncalled_methods(self.strategy)
         checkpoint_io = sorted_plugins.get("checkpoint_io")
         if checkpoint_io is not None:
@@ -615,9 +616,7 @@ def _expand(path: Any) -> str:
 
 
 def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace options by the values of Lightning's environment variables, such as LT_DEVICES.
-
-    The options are changed in place, and returned.
+    """Return the options with the values of Lightning's environment variables, such as LT_DEVICES.
 
     Raises:
         ValueError: Lightning's command has set a variable that differs from its option, and the
@@ -625,13 +624,14 @@ def _with_variables(options: dict[str, Any]) -> dict[str, Any]:
     """
     # Variables that the user has set take precedence over the options, as in Lightning.
     is_command_used = os.environ.get("LT_CLI_USED") == "1"
+    merged_options = dict(options)
     for name, default in _DEFAULTS.items():
         option = options[name]
         value = os.environ.get(f"LT_{name.upper()}", option)
         if is_command_used and str(option) not in (str(default), str(value)):
             raise ValueError(f"{name}={option!r} contradicts LT_{name.upper()}={value!r}")
-        options[name] = value
-    return options
+        merged_options[name] = value
+    return merged_options
 
 
 def _replace_registered_names(options: dict[str, Any]) -> None:
