@@ -86,7 +86,7 @@ def load(loaded, state, strict=True):
     if state is None:
         return restore(loaded, {}, STATE_DICTS, strict)
     pop_metadata(loaded)
-    check_fits(loaded, state, STATE_DICTS.of_module, strict, check_plain)
+    check_fits(loaded, state, STATE_DICTS.read_module, strict, check_plain)
     return restore(loaded, state, STATE_DICTS, strict)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fabric._torch import is_dtensor
 from fabric.errors import ArgumentTypeError
 
 __all__ = [
@@ -102,8 +103,7 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
 
         to_json() calls it for tensors and for values that are not plain, which it refuses.
         """
-        is_dtensor = hasattr(item, "full_tensor")
-        is_tensor = type(item) in (Tensor, nn.Parameter) or is_dtensor
+        is_tensor = type(item) in (Tensor, nn.Parameter) or is_dtensor(item)
         if not is_tensor:
             raise unsupported(path, item)
         # An ellipsis in a path stands for a place that a load cannot look up, such as in a set.
@@ -365,8 +365,7 @@ def memory_key(tensor: Any) -> Any:
         The key, or None for a tensor that is empty on this rank or of a class of another library.
     """
     local = tensor
-    is_dtensor = hasattr(tensor, "full_tensor")
-    if is_dtensor:
+    if is_dtensor(tensor):
         local = tensor.to_local()
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
         return None
@@ -420,8 +419,7 @@ def unsupported(path: KeyPath, value: PlainValue) -> ArgumentTypeError:
     if kind in PLAIN_COLLECTIONS:
         # This is the only reason to refuse a plain collection.
         problem = "this collection contains itself"
-    is_dtensor = hasattr(value, "full_tensor")
-    if is_dtensor:
+    if is_dtensor(value):
         problem = "this rank has a part of the tensor, as in the state_dict() of a sharded module"
         suggestion = (
             f"{{{path[0]!r}: model}} or {{{path[0]!r}: optimizer}}, the set-up object itself in "

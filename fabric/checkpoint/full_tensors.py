@@ -77,7 +77,8 @@ class _Section(NamedTuple):
         part: this rank's part of the tensor.
         split: how the tensor is split over the ranks that send the messages.
         start: the first byte.
-        num_bytes: the bytes that a message has for the tensor, some of which may be unused.
+        num_bytes: the bytes that every message has for the tensor. They hold the longest part of
+            any rank. A rank with a shorter part leaves the last bytes unused.
     """
 
     part: Tensor
@@ -186,8 +187,9 @@ class ShardGatherer:
             first_name = next(iter(bucket))
             last_name = next(reversed(bucket))
             self._check_same_call(f"{first_name} to {last_name}, {dtype=}, {dst=}")
-        # The iterators yield the tensors of a route in the order of its shards, which is the order
-        # of the bucket.
+        # All ranks have the same values in the same order, so all ranks gather the routes in the
+        # same order. The iterators yield the tensors of a route in the order of its shards, which
+        # is the order of the bucket.
         tensors_by_route: dict[_Route, Iterator[Tensor | None]] = {}
         for route, shards in shards_by_route.items():
             tensors_by_route[route] = self._gather_shards(route.mesh, shards, dst)
@@ -288,6 +290,7 @@ class ShardGatherer:
             root: the only rank of ``communicator`` that gets the joined parts. None for all ranks.
         """
         last = sections[-1]
+        # The length does not depend on the rank: each section has room for the longest part.
         message = torch.zeros(
             last.start + last.num_bytes, dtype=torch.uint8, device=communicator.device
         )
@@ -303,6 +306,7 @@ class ShardGatherer:
         return (_join_parts(messages, section) for section in sections)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
+        """Move a tensor from the device of the communicator to the device of the job."""
         return tensor.to(self.runtime.device)
 
 

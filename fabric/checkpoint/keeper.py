@@ -788,6 +788,7 @@ class _RunFolder:
             match = _FILE.fullmatch(entry.name)
             if match is not None:
                 names.add(match["checkpoint"])
+        # publish() compares these contents with the new ones, and writes only what differs.
         for title in _TEXT_FILES:
             path = self._path / title
             if path.is_file():
@@ -795,7 +796,8 @@ class _RunFolder:
         content = _FolderContent(metrics={}, unhealthy={}, texts=dict(self._text_contents))
         # The order of the names is the order of the saves.
         for name in sorted(names):
-            if not self._finish_cleanup(name):
+            is_committed = self._finish_cleanup(name)
+            if not is_committed:
                 self._remove(name)
             elif name.endswith(_UNHEALTHY):
                 content.unhealthy[name] = self._read_reason(name)
@@ -963,6 +965,7 @@ class _FolderLock:
             # Not flock(), whose lock would be kept by forked processes, such as the workers of a
             # loader, after this process has ended.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process has the lock: POSIX allows either of these errors.
         except (BlockingIOError, PermissionError) as error:
             process, _, _ = self._read_owner().decode().partition("\n")
             problem = f"{process} saves into it"

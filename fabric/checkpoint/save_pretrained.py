@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fabric._torch import uncompiled
+from fabric._torch import is_dtensor, uncompiled
 from fabric.checkpoint.adapters import adapter_names, adapters_of
 from fabric.checkpoint.agreement import run_on_all_ranks
 from fabric.checkpoint.atomic import sync_folder, write_errors
@@ -134,7 +134,7 @@ class PretrainedSave:
                 not positive.
         """
         check_shard_size(max_shard_gb)
-        weights = self.state_dicts.tensors_of(self.request, module)
+        weights = self.state_dicts.read_module_tensors(self.request, module)
         return drop_tied_names(module, weights)
 
     def _plan_files(self, weights: Mapping[str, Tensor], max_shard_gb: float) -> list[_WeightsFile]:
@@ -143,7 +143,7 @@ class PretrainedSave:
         If tensors are sharded, all ranks write files in turn. Otherwise rank 0 writes all files,
         since it has all values, and other nodes then need no access to the folder.
         """
-        is_sharded = any(hasattr(tensor, "full_tensor") for tensor in weights.values())
+        is_sharded = any(map(is_dtensor, weights.values()))
         num_writers = 1
         if is_sharded:
             num_writers = self.communicator.size
@@ -191,6 +191,7 @@ class PretrainedSave:
             adapters: the names of the adapters.
         """
 
+        # Rank 0 decides for all ranks, since all ranks have to gather the same tensors.
         def find_names_on_first_rank() -> list[str]:
             names: set[str] = set()
             if self.communicator.rank == 0:

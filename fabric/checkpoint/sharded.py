@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fabric._torch import is_dtensor
 from fabric.checkpoint.agreement import gather_on_first, run_on_all_ranks
 from fabric.checkpoint.atomic import (
     atomic_write,
@@ -334,6 +335,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[_OpenSave]:
         # index is a link, as in a cache of downloads, the link is replaced, and the file stays.
         with atomic_write(folder / INDEX, follow_symlinks=False) as index:
             if not is_new:
+                # Removes what interrupted saves left, so that this save has the disk space.
                 clean(folder)
             elif isinstance(folder, Path):
                 sync_folder(folder.parent)  # atomic_write() has created the folder
@@ -473,8 +475,7 @@ def _is_writer(tensor: Any, rank: int) -> bool:
     replicated dimension of its mesh. If the mesh is a submesh, the parallel submeshes have replicas
     of the tensor, and only the submesh that contains rank 0 writes.
     """
-    is_dtensor = hasattr(tensor, "device_mesh")
-    if not is_dtensor:
+    if not is_dtensor(tensor):
         return rank == 0
     has_rank0 = 0 in tensor.device_mesh.mesh
     # None if this rank is not in the mesh.

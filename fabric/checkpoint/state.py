@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 from torch.utils.data import DataLoader
 
-from fabric._torch import COMPILED_MODULE, has_custom_state_loading
+from fabric._torch import COMPILED_MODULE, has_custom_state_loading, is_dtensor
 from fabric.checkpoint.encoding import (
     PLAIN_COLLECTIONS,
     KeyPath,
@@ -31,9 +31,9 @@ __all__ = [
     "METADATA_KEY",
     "CheckValue",
     "Filter",
-    "ModuleState",
     "MutableState",
     "PlainState",
+    "ReadModule",
     "State",
     "StateDictStrategy",
     "StateDicts",
@@ -55,7 +55,7 @@ State = Mapping[str, Any]  # values, or objects that have a state, by name
 MutableState = MutableMapping[str, Any]
 PlainState = dict[str, Any]  # plain values by name, see [Note: plain state]
 Filter = Mapping[str, Callable[[str, Any], bool]]  # see select_content()
-ModuleState = Callable[[nn.Module], State]  # see StateDicts.of_module()
+ReadModule = Callable[[nn.Module], State]  # see StateDicts.read_module()
 CheckValue = Callable[[str, Any], None]  # raises for an entry that is not saved, see check_plain()
 
 _MAX_NAMES = 12  # names that an error gives in full before it only counts the others
@@ -91,7 +91,7 @@ class StateDicts:
     strategy: StateDictStrategy
     prepared_module: Callable[[nn.Module], nn.Module]
 
-    def of_module(self, module: nn.Module) -> State:
+    def read_module(self, module: nn.Module) -> State:
         """Return the names and values of a module, with shards as DTensors.
 
         The tensors are the module's own, so that writing into them loads the module.
@@ -99,7 +99,7 @@ class StateDicts:
         prepared = self.prepared_module(module)
         return uncompiled_state(self.strategy.get_module_state_dict(prepared, sharded=True))
 
-    def tensors_of(self, request: str, module: nn.Module) -> dict[str, Tensor]:
+    def read_module_tensors(self, request: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a module by name, with shards as DTensors.
 
         ``request`` is the user's request, a text for errors.
@@ -108,7 +108,7 @@ class StateDicts:
             ConfigurationError: the module has no tensors, or a meta tensor.
         """
         tensors: dict[str, Tensor] = {}
-        for name, value in self.of_module(module).items():
+        for name, value in self.read_module(module).items():
             if not isinstance(value, Tensor):
                 continue
             if value.is_meta:
@@ -126,7 +126,7 @@ class StateDicts:
         Args:
             module: the set-up module.
             content: the values by plain names. Tensors are full, or sharded as in
-                :meth:`of_module`.
+                :meth:`read_module`.
             strict: whether a name that is missing on either side is an error.
         """
         prepared = self.prepared_module(module)
@@ -161,7 +161,7 @@ class StateDicts:
         content = dict(state)
         for name, value in state.items():
             if isinstance(value, nn.Module):
-                content[name] = self.of_module(value)
+                content[name] = self.read_module(value)
             elif is_stateful(value):
                 content[name] = value.state_dict()
         # Called for its error: to_json() passes a collection that contains itself to
@@ -186,12 +186,13 @@ class StateDicts:
         # callbacks, which may draw random numbers.
         undo.callback(set_rng_state, random_states)
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        # All or none: if the load of one module raises, earlier modules have changed already.
         should_copy_modules = any(map(has_custom_state_loading, modules))
         for name in names:
             value: Any = state.get(name)
             if isinstance(value, nn.Module):
                 if should_copy_modules:
-                    copied = map_tensors(_clone_unless_lazy, self.of_module(value))
+                    copied = map_tensors(_clone_unless_lazy, self.read_module(value))
                     # The load is not strict, since a module may leave values out of its own state.
                     undo.callback(self.load_module, value, copied, strict=False)
             elif isinstance(value, Optimizer):
@@ -427,8 +428,7 @@ def check_plain(name: str, value: Any) -> None:
         if isinstance(item, Tensor):
             # A meta tensor has no values. torch itself allows DTensors, but a file cannot hold
             # their process group.
-            is_dtensor = hasattr(item, "full_tensor")
-            if item.is_meta or is_dtensor:
+            if item.is_meta or is_dtensor(item):
                 raise unsupported(path, item)
             # torch.save() writes the attributes that were set on a tensor, too.
             to_json(vars(item), check, (*path, "__dict__"))
