@@ -205,7 +205,8 @@ class CollectiveChecker:
                 request = f"{full_call} (rank {self._rank} of {self._size})"
                 problem = f"this rank makes no further collectives: {record.end_reason}"
                 raise CollectiveMismatchError(request, problem=problem) from self._error
-            self._latest_call = published_call
+            self._latest_call = published_call  # for the reason why this rank stops, if it does
+            # For each group, the number of calls that this rank has started. Members wait for it.
             started = {**record.started, entry.group: entry.number}
             self._publish(_Record(started, (*record.calls, published_call), end_reason=""))
         # The wait is outside of the lock, so that other threads can make calls meanwhile.

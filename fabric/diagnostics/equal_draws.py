@@ -274,7 +274,7 @@ class _TrainingPasses:
         If only code between the passes has drawn, such as code that adds noise to the batch, the
         outputs are compared, too: only equal outputs show that the passes have used the numbers.
         """
-        streams_before = self._streams_before
+        streams_before = self._streams_before  # before() sets it, if it checks this pass
         self._streams_before = None
         if streams_before is None or error is not None:
             return

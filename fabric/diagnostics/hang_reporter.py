@@ -516,7 +516,8 @@ class HangReporter:
             False if :meth:`close` was called during the wait.
         """
         deadline = monotonic() + self._grace_period
-        # The wait is for at least one key of each tuple.
+        # The wait is for at least one key of each tuple. A rank that has closed its reporter
+        # publishes no state.
         awaited_keys: list[tuple[str, ...]] = []
         if self.store.rank == 0:
             for rank in range(self.store.size):

@@ -1095,6 +1095,7 @@ class SetupChecks:
         if self._step_calls > _CHECKED_STEPS_OF_ALL:
             return  # the next backward pass removes this hook
         is_first_step = optimizer not in self._stepped_optimizers
+        # Before the checks below, which have to know all optimizers that step.
         self._stepped_optimizers.add(optimizer)
         trained = _trainable_parameters(optimizer)
         if optimizer in self._optimizers:

@@ -248,7 +248,7 @@ class UnevenInputDetector:
         """Raise if a neighbor will not take the step that this rank is about to take.
 
         ``bypass`` calls this method at the start of a step. Once nothing has to be compared before
-        the next iteration, the method unregisters itself.
+        the next iteration, the method unregisters itself. :meth:`on_iteration` registers it again.
 
         Args:
             contract: the contract of the module that takes the step.
@@ -261,7 +261,8 @@ class UnevenInputDetector:
         # Whether all ranks take the step. Otherwise, only the ranks that gather together take it.
         is_shared = self._is_shared_step(contract)
         if not is_shared:
-            # In any case, since progress() subtracts these steps later.
+            # Counted even if this step is not compared: in later comparisons, progress() subtracts
+            # all of these steps.
             self._steps.add_unshared_step()
         latest = self._iterations.latest
         if latest is None:  # no iteration has begun since the latest paused() block

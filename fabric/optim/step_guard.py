@@ -267,6 +267,7 @@ class StepGuard:
             self._refused_in_a_row.clear()
         else:
             self._refuse(reason, loss, models)
+        # After _refuse(), which reads the samples of this step.
         self._samples_of_step.end_step()
         if len(self._refused_in_a_row) == self._patience:
             refused_steps = self._refused_in_a_row
