@@ -430,6 +430,7 @@ class _Coordinator:
             text=f"{self._title(node_rank)}: its command ended and was started again",
             node_rank=node_rank,
         )
+        # With a cause and without a published port, the phase is ENDING; see _phase.
         self._causes.append(cause)
         # In the phase ENDING, the generation has been ended already.
         if self._phase is _Phase.RUNNING:
@@ -496,7 +497,8 @@ class _Coordinator:
             if not is_any_running or self._should_end_other_ranks(now):
                 self._end_generation()
         elif not is_any_running:
-            # No machine has failed, so all codes are 0 or PREEMPTED.
+            # No machine has failed, so all codes are 0 or PREEMPTED, which is larger: the job was
+            # preempted if any machine was.
             self._end_job(max(exit_codes), "")
 
     def _end_in_this_generation(self, node: _Node) -> _NodeEnd | None:
@@ -524,7 +526,8 @@ class _Coordinator:
     def _end_generation(self) -> None:
         """Have all agents end their ranks.
 
-        The agents end ranks whose generation is not that of the published state.
+        The agents end ranks whose generation is not that of the published state. The caller has
+        added a cause, so the phase is now ENDING.
         """
         next_generation = self._state.generation + 1
         self._state = replace(self._state, generation=next_generation, port=None)
@@ -542,7 +545,8 @@ class _Coordinator:
             return
         title = self._title(node_rank)
         end = node.status.read_end()
-        # The end of an earlier generation is not a failure of this one.
+        # The end of an earlier generation is not a failure of this one. _state.generation is not
+        # compared: in the phase ENDING it is the number of the next generation already.
         is_end_of_this_generation = node.status.generation == self._started_generation
         if self._is_lost(node, now):
             kind = _CauseKind.LOST_MACHINE
@@ -568,7 +572,8 @@ class _Coordinator:
             self._add_cause_if_failed(node_rank, now)
             if self._may_have_ranks(node, now):
                 return
-        # The most likely root cause. Of several causes of one kind, min() returns the earliest.
+        # The most likely root cause. There is a cause in the phase ENDING. Of several causes of one
+        # kind, min() returns the earliest.
         cause = min(self._causes, key=lambda cause: cause.kind)
         self._state = replace(self._state, cause_node=cause.node_rank)
         if self._config.allows_restart(now, self._restart_times):
@@ -726,6 +731,7 @@ class NodeAgent:
                     if time.monotonic() > deadline:
                         return None
                     continue
+                # The thread of the agent sets the attribute when machine 0 starts a generation.
                 generation = self._next_generation
                 if generation is not None:
                     self._next_generation = None

@@ -249,7 +249,7 @@ class CallingRank:
             return self._is_interrupted  # or else the user has raised it
         # A rank of a lower kind is more likely the cause. If the kinds are equal, the exception of
         # this rank is better for the user, since it has its frames.
-        ranks = self._supervisor.ranks
+        ranks = self._supervisor.ranks  # in rank order, since all ranks are on this machine
         kind_of_other = ranks[failure.rank].cause_order(has_lost_peer=False).kind
         kind_of_this = ranks[0].cause_order(has_lost_peer=False).kind
         return kind_of_other < kind_of_this

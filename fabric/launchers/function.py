@@ -187,7 +187,8 @@ class ProcessLauncher(base.Launcher):
                 # which this line adds rank 0.
                 calling_rank = CallingRank(supervisor, worlds[0], spec.results)
                 supervisor.start(start_process, worlds[1:], payload, spec.results)
-                # A payload returns the function to run. Under "fork", this is the call itself.
+                # A payload returns the function to run. Under "fork" there is none, and bind()
+                # returns the function.
                 pickled_results = calling_rank.run(payload or call.bind)
             else:
                 supervisor.start(start_process, worlds, payload, spec.results)
