@@ -599,7 +599,7 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
     __tracebackhide__ = True  # pytest does not show this frame
     seconds_waited = _wait_for_replies(supervisor, limits)
     has_failed = _has_failed(supervisor)
-    if not has_failed and _have_all_answered(supervisor):
+    if not has_failed and _are_replies_complete(supervisor):
         return [load(rank.messages["reply"].payload) for rank in supervisor.ranks]
     if has_failed:
         _wait_for_cause(supervisor)
@@ -619,24 +619,24 @@ def _collect_results(supervisor: Supervisor, call_text: str, limits: _TimeLimits
 
 def _wait_for_cause(supervisor: Supervisor) -> None:
     """Wait for other ranks after a failure, since one of them may be the cause."""
-    supervisor.collect_until(_COLLECT_TIMEOUT, partial(_have_all_answered, supervisor))
+    supervisor.collect_until(_COLLECT_TIMEOUT, partial(_are_replies_complete, supervisor))
     # If all known failures follow from another failure, wait longer for the rank that is the cause.
     supervisor.collect_until(_CAUSE_TIMEOUT, partial(_is_cause_known, supervisor))
 
 
-def _have_all_answered(supervisor: Supervisor) -> bool:
+def _are_replies_complete(supervisor: Supervisor) -> bool:
     """Return whether every rank has replied or ended, so that no more replies will come."""
     return all("reply" in rank.messages or rank.poll() for rank in supervisor.ranks)
 
 
 def _is_settled(supervisor: Supervisor) -> bool:
     """Return whether it is known that the call has succeeded, or that it has failed."""
-    return _have_all_answered(supervisor) or _has_failed(supervisor)
+    return _are_replies_complete(supervisor) or _has_failed(supervisor)
 
 
 def _is_cause_known(supervisor: Supervisor) -> bool:
     """Return whether a rank has failed by itself, or no rank is left that could be the cause."""
-    if _have_all_answered(supervisor):
+    if _are_replies_complete(supervisor):
         return True
     return any(_failure_role(rank) is FailureRole.POSSIBLE_CAUSE for rank in supervisor.ranks)
 
