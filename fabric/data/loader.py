@@ -531,6 +531,7 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     @property
     def is_repeat(self) -> bool:
         """Whether the current batch is a repeat, since this rank has no more; see ``uneven``."""
+        # A user who reads this leaves repeats out, so the loop does not warn of them.
         self._has_read_is_repeat = True
         return self._latest_position is not None and self._latest_position.is_repeat
 

@@ -411,7 +411,8 @@ class _Comparison:
         for number in self._common_steps():
             first_step = self.first.read_step(number)
             second_step = self.second.read_step(number)
-            # These two notes decide below which values of the step are compared.
+            # This call may add the step to reordered_steps or other_sample_steps. These lists and
+            # steps_without_modules decide in _differences_of_step() which values are compared.
             self._compare_samples(first_step, second_step)
             # A run has no inputs and outputs of modules if, for example, its model is compiled.
             if first_step.has_modules() != second_step.has_modules():
