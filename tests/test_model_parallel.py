@@ -771,6 +771,36 @@ def build_wide(fabric: Fabric, source: str, empty_init: bool = False) -> list[Te
     return full_parameters(fabric.setup(model))
 
 
+class TiedTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2048, WIDTH)
+        self.head = nn.Linear(WIDTH, 2048, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def build_tied_table(fabric: Fabric, empty_init: bool) -> Tensor:
+    """Return the one full parameter of a tied model that is built in init_module()."""
+    torch.manual_seed(7 + fabric.global_rank)
+    with fabric.init_module(empty_init=empty_init, source="rank0"):
+        model = TiedTable()
+    prepared: Any = fabric.setup(model)
+    assert prepared.head.weight is prepared.embedding.weight
+    (parameter,) = full_parameters(prepared)
+    return parameter
+
+
+def build_tied_in_init_module(fabric: Fabric) -> bool:
+    torch.manual_seed(7)
+    expected = TiedTable().embedding.weight
+    value = build_tied_table(fabric, empty_init=False)
+    torch.testing.assert_close(value, expected, rtol=0, atol=0, check_device=False)
+    return bool(build_tied_table(fabric, empty_init=True).isnan().all())
+
+
 def build_in_init_module(fabric: Fabric) -> bool:
     torch.manual_seed(7)
     expected = full_parameters(Wide())
@@ -788,6 +818,12 @@ def build_in_init_module(fabric: Fabric) -> bool:
 def test_values_of_a_build_are_those_of_one_process() -> None:
     mesh = {"tensor_parallel_size": 2, "tp_plan": WIDE_PLAN}
     assert on_mesh(mesh, build_in_init_module) == [True] * 4
+
+
+def test_tied_layers_of_init_module_stay_tied_when_they_are_split() -> None:
+    plan = {"embedding": "rowwise", "head": "colwise_rep"}
+    mesh = {"tensor_parallel_size": 2, "devices": 2, "tp_plan": plan}
+    assert on_mesh(mesh, build_tied_in_init_module) == [True] * 2
 
 
 def recompute_activations(fabric: Fabric) -> bool:

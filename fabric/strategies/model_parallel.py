@@ -683,6 +683,9 @@ class ModelParallelStrategy(FSDPStrategy):
             # An original that an earlier layer shares got rank 0's values with that layer.
             new_originals = [value for value in originals.values() if value not in split_parameters]
             receive_values(self.runtime.communicator, module, new_originals)
+            # In place of originals on the meta device, the module now holds other parameters with
+            # the values. A later layer that shares an original is recognized by these parameters.
+            received = dict(layer.named_parameters(recurse=False))
             # Taken out: this method is called again for each FSDP module around this one, and must
             # not split the layer twice.
             style_of_plan = split.unsplit_layers.pop(layer)
@@ -693,7 +696,9 @@ class ModelParallelStrategy(FSDPStrategy):
             for name, original in originals.items():
                 split_parameter = split_parameters.setdefault(original, layer.get_parameter(name))
                 registered[name] = split_parameter
-                split.originals[split_parameter] = original
+                split_parameters[received[name]] = split_parameter
+                # The first original is the user's, and not a received parameter.
+                split.originals.setdefault(split_parameter, original)
 
     @override
     def _shard_mesh(self) -> DeviceMesh:
