@@ -126,7 +126,8 @@ def _gather_leaves(
         layout: the layout of this rank's batch.
         key: a text that is the same on all ranks if their batches belong together.
     """
-    # all_gather raises if a collection has different keys on the ranks.
+    # Under this key, all_gather raises if the batches of the ranks do not belong together: it
+    # compares the keys of a collection between the ranks.
     collection = {key: leaves}
     if layout.is_uneven or layout.unit == "batches":
         # Ranks may have different numbers of rows, so rows cannot alternate between the ranks.

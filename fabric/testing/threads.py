@@ -202,7 +202,8 @@ class _ThreadedCall:
                     f"RankPool({len(self.reports)}), whose ranks run calls of torch.distributed."
                 )
             self.reports[rank] = error_report(rank, error)
-        # From here on, ranks that wait for this rank raise.
+        # From here on, ranks that wait for this rank raise. The outcome is "returned" unless the
+        # report was replaced above.
         self.mailbox.leave(rank, self.reports[rank].outcome)
 
     def _fabric_of_rank(self, rank: int) -> Fabric:

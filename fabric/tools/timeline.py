@@ -665,6 +665,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         steps = range(2**62)  # more steps than any job makes
     _require_contiguous(call_text, steps)
     timeline = _latest_timeline(session)
+    # Only a profile sets on_step, as long as it is under way.
     if timeline is not None and timeline.on_step is not None:
         raise UsageError(call_text, problem="another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
