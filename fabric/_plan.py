@@ -725,7 +725,7 @@ def _parse_devices(
     # Any number of devices is valid if no process exists yet, or if one process drives them all.
     if job is None or (strategy.drives_all_devices and job.world.world_size == 1):
         return strategy.parallel_devices or accelerator.parse_devices(devices)
-    _refuse_one_process_strategy(strategy, job)  # raises if the strategy needs a single process
+    _refuse_one_process_strategy(strategy, job)  # raises if the job has several processes
     if devices == "auto":
         # The strategy has no `parallel_devices`, which would have replaced "auto".
         return _devices_of_processes(accelerator, job)
@@ -779,15 +779,11 @@ def _refuse_too_many_processes(
 def _refuse_one_process_strategy(strategy: Strategy, job: _ExistingJob) -> None:
     """Raise if a strategy for one process is used in an existing job of several processes.
 
-    ``Strategy.check`` does not see the processes of the job. ``_parse_devices`` calls this
-    function, but not for a job of one process whose strategy drives all devices. So a strategy that
-    drives all devices is always refused here.
+    ``Strategy.check`` cannot find this mistake, since it does not see the processes of the job.
     """
     world = job.world
-    is_single_device_on_every_rank = (
-        isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
-    )
-    if not strategy.drives_all_devices and not is_single_device_on_every_rank:
+    is_for_one_process = strategy.drives_all_devices or isinstance(strategy, SingleDeviceStrategy)
+    if world.world_size == 1 or not is_for_one_process:
         return
     raise ConfigurationError(
         f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} "
