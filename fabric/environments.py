@@ -7,7 +7,7 @@ variables.
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol, final
+from typing import NamedTuple, Protocol, final
 
 from fabric.errors import ConfigurationError
 from fabric.world import World, read_integer_variable, read_variable
@@ -345,7 +345,7 @@ class _VariableEnvironment:
         if address is None:
             address = self._read_first_host(env)
         if address is None:
-            self._refuse_missing(
+            raise self._missing_variable_error(
                 "MASTER_ADDR",
                 description="host of rank 0",
                 world_size=world_size,
@@ -356,7 +356,7 @@ class _VariableEnvironment:
         if port is None and world_size > 1:
             port = self._derive_port(env)
             if port is None:
-                self._refuse_missing(
+                raise self._missing_variable_error(
                     "MASTER_PORT",
                     description="port",
                     world_size=world_size,
@@ -364,10 +364,10 @@ class _VariableEnvironment:
                 )
         return address, port
 
-    def _refuse_missing(
+    def _missing_variable_error(
         self, variable: str, *, description: str, world_size: int, local_world_size: int
-    ) -> NoReturn:
-        """Raise because a variable of the rendezvous is neither set nor derived.
+    ) -> ConfigurationError:
+        """Return the error for a variable of the rendezvous that is neither set nor derived.
 
         Args:
             variable: the name of the variable.
@@ -375,7 +375,7 @@ class _VariableEnvironment:
             world_size: the number of processes of the job.
             local_world_size: the number of processes on this node.
         """
-        raise ConfigurationError(
+        return ConfigurationError(
             f"a job of {world_size} processes of {self.name}, {local_world_size} of them on this "
             "node",
             problem=f"{variable} is not set, and cannot be derived from the other variables",
