@@ -648,7 +648,8 @@ def _run_on_machines(attempts: _Attempts, limit: _RestartLimit) -> int:
         allows_restart=limit.allows_restart,
     )
     # Tells the ranks that the agent of machine 0 serves their store, so that rank 0 does not.
-    attempts.variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    variables = {**attempts.variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    attempts = replace(attempts, variables=variables)
     with NodeAgent(config) as agent:
         generation = agent.wait_for_generation()  # None once the job has ended
         while generation is not None:
