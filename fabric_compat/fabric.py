@@ -770,7 +770,7 @@ def _environment(cluster: ClusterEnvironment, options: dict[str, Any]) -> AsEnvi
         accelerator = _parse_accelerator(options["accelerator"])
         devices = accelerator.parse_devices(options["devices"])
     environment = AsEnvironment(cluster, len(devices), int(options["num_nodes"]))
-    # Also called for what it tells the cluster environment.
+    # detect() also sets the number of processes and the rank of the cluster environment.
     if environment.detect(os.environ) is None:
         return "none"
     return environment

@@ -524,7 +524,7 @@ class ModelParallelStrategy(_ShardingStrategy, strategies.ModelParallelStrategy)
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         """Start the runtime, and make the mesh. Collective."""
         super().setup_environment(runtime)
-        assert self._topology is not None
+        assert self._topology is not None, "setup_environment() makes the topology"
         self.device_mesh = self._topology.mesh
 
     def teardown(self) -> None:

@@ -468,6 +468,7 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
                 f"Unable to determine if {folder} is shared: the first rank cannot create a file "
                 f"in it ({problem}). Pass a folder that can be written"
             )
+        # Within the block, whose end removes the file: the call waits until all ranks have looked.
         return strategy.reduce_boolean_decision(Path(file_name).exists())
 
 

@@ -105,7 +105,8 @@ def mark_set_up(optimizer: Any) -> None:
 
 def is_wrapped(obj: object) -> bool:
     """Return whether ``setup`` or ``setup_dataloaders`` returned an object."""
-    return isinstance(_unwrap_compiled(obj)[0], FabricModule | FabricDataLoader | _FabricOptimizer)
+    plain, _ = _unwrap_compiled(obj)
+    return isinstance(plain, FabricModule | FabricDataLoader | _FabricOptimizer)
 
 
 def _unwrap_compiled(obj: Any) -> tuple[Any, Any]:
