@@ -237,6 +237,7 @@ class DDPStrategy(ParallelStrategy):
         # within the reducer may deadlock. Python frees the attributes of an object in the order in
         # which they were set, so this one is set last.
         vars(wrapper)["_fabric_group"] = _GroupReference(wrapper.process_group)
+        # For _explain_error(): torch's errors have indices into this list.
         self._names_by_wrapper[wrapper] = list(_synchronized_parameters(wrapper))
         return wrapper
 

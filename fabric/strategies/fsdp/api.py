@@ -531,7 +531,8 @@ class FSDPStrategy(ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module in place, and return it. Collective: every rank must call it.
 
-        :meth:`check_setup` has to be called before.
+        :meth:`check_setup` has to be called before. It refuses modules that cannot be sharded, on
+        all ranks and before anything is changed.
         """
         root = uncompiled(module)
         # Until teardown(), operators of torch that would silently use this rank's shard alone are

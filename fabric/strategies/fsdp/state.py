@@ -356,7 +356,7 @@ class UnshardedState:
         tensors in place of the parameters. Collective if gradients are synchronized. Otherwise the
         parameters with a gradient are listed in ``_unreduced``, for :meth:`unreduced_parameters`.
         """
-        self._awaits_backward_end = False
+        self._awaits_backward_end = False  # the next backward pass registers this method again
         self._restore_parameters()
         parameters_with_gradient: list[nn.Parameter] = []
         # This rank's plain tensors of the gradients, by the number of the parameter. all_reduce()
