@@ -93,6 +93,7 @@ def atomic_write(path: Location, *, follow_symlinks: bool = True) -> Iterator[Bi
         target.parent.mkdir(parents=True, exist_ok=True)
         # Removes the temporary files that killed processes left when they wrote the same target.
         clear_temporaries(target.parent, re.escape(target.name))
+        # The new content can then use the memory of the old content, which is faster.
         _drop_from_page_cache(target)
         file = _open_temporary(target)
     try:

@@ -154,7 +154,8 @@ class ShardGatherer:
             if not is_first:
                 continue
             # Values with the same memory, such as tied weights, get the same copy. A tensor without
-            # a memory key (an empty one, or of another library's class) has a copy of its own.
+            # a memory key (an empty one, or of another library's class) has a copy of its own. The
+            # key is that of the value in ``state``: each gathered tensor has new memory.
             key = memory_key(state[name]) or name
             if key not in copies:
                 copies[key] = map_tensors(_copy_to_cpu, full)
@@ -271,8 +272,8 @@ class ShardGatherer:
                 sections = _lay_out_sections(list(parts), splits)
                 parts = self._gather_parts(communicator, sections, root)
             if root is not None and coordinate[mesh_dim] != root:
-                # This rank has sent its parts to root, and takes no part in the gathers that
-                # follow.
+                # This rank has sent its parts to root, or has the same parts as root if the tensors
+                # are not split along this dimension. It takes no part in the gathers that follow.
                 return repeat(None, len(shards))
         return map(self._to_device, parts)
 

@@ -89,14 +89,14 @@ def _find_first_bad(
         if tensor is None:
             continue
         tensors[name] = tensor
-        norms.append(torch.linalg.vector_norm(_with_arithmetic(tensor)))
+        norms.append(torch.linalg.vector_norm(_upcast_8_bit(tensor)))
     # The total norm is finite only if all norms are. So one number from the device answers for all.
     if nn.utils.get_total_norm(norms).isfinite():
         return None
     for (name, tensor), norm in zip(tensors.items(), norms, strict=True):
         if norm.isfinite():
             continue
-        elements = _with_arithmetic(tensor)
+        elements = _upcast_8_bit(tensor)
         bad_elements = elements[is_bad(elements)]
         # The norm of large finite elements may overflow, so there may be no bad element.
         if bad_elements.numel() > 0:
@@ -123,7 +123,7 @@ def _values_to_search(value: object) -> Tensor | None:
     return None
 
 
-def _with_arithmetic(tensor: Tensor) -> Tensor:
+def _upcast_8_bit(tensor: Tensor) -> Tensor:
     """Return a tensor in a dtype for which torch can compute a norm. It cannot for 8-bit floats."""
     if tensor.dtype.itemsize == 1:
         return tensor.float()

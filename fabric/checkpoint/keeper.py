@@ -276,6 +276,8 @@ class Checkpoints:
             )
             # A coordinator for this save alone, which may search the state for bad values.
             saving_coordinator = replace(coordinator, finds_bad_tensors=self._sets_unhealthy_apart)
+            # If this save fails, its number is not used again. The thread of the last background
+            # save may still run, until take_snapshot() waits for it. It does not use the number.
             self._last_save_number += 1
             name = f"{self._last_save_number:08}-step-{step_on_first.number}"
             snapshot = saving_coordinator.take_snapshot(self._path / name, state)
@@ -459,6 +461,7 @@ class Checkpoints:
             metrics_files: the content of metrics files by name, which are written before anything
                 is removed. None, the default, writes no files.
         """
+        # The names and metrics are the same on all ranks, so all ranks keep the same checkpoints.
         # The oldest checkpoint comes first. So of several checkpoints of the same step, the last
         # one, which is the newest, stays in newest_by_step.
         newest_by_step = {_step_number(name): name for name in self._metrics_by_checkpoint}

@@ -432,7 +432,8 @@ def _write_data_files(
             file.write(content)
         files[name] = DataFile(checksum=zlib.crc32(content), chunks={})
     if meanwhile is not None:
-        # A rank without tensors to write has not called it yet.
+        # flush_during() has called it for each file of tensors. A rank without such files calls it
+        # only here.
         meanwhile()
     return files
 
