@@ -517,7 +517,7 @@ class HangReporter:
         """
         deadline = monotonic() + self._grace_period
         # The wait is for at least one key of each tuple. A rank that has closed its reporter
-        # publishes no state.
+        # publishes no state for this report.
         awaited_keys: list[tuple[str, ...]] = []
         if self.store.rank == 0:
             for rank in range(self.store.size):

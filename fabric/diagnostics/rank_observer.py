@@ -102,7 +102,8 @@ class RankObserver:
         else:
             key = recorder.phase or recorder.latest_key
         latest = call or recorder.latest_collective
-        # Empty members stand for all ranks, which keeps the state small. All ranks make a phase.
+        # Empty members stand for all ranks, which keeps the state small. In a phase they are empty,
+        # since all ranks have to start it.
         members: Sequence[int] = ()
         if latest is not None and latest.group == key and len(latest.members) < self._size:
             members = tuple(latest.members)

@@ -455,7 +455,8 @@ class _RegularComparison:
         self._comparison = comparison
         self._passes_between = passes_between
         self._counted_passes = 0
-        # Whether the next backward pass is counted: all ranks make it.
+        # Whether the next backward pass synchronizes gradients. All ranks make such a pass, so they
+        # count the same passes. _after_forward() sets it to True, and each backward pass to False.
         self._is_next_pass_counted = False
         backward.after.append(self._after_backward)
 

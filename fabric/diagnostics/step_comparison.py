@@ -132,9 +132,9 @@ class StepComparison:
                 self._raise_uneven_inputs(
                     f"step {number} of rank {self._rank}",
                     step=number,
-                    early_rank=neighbor,
+                    exhausted_rank=neighbor,
                     batches=end.batches,
-                    late_rank=self._rank,
+                    rank_with_batch=self._rank,
                 )
 
     def check_end(self, end: End) -> None:
@@ -156,9 +156,9 @@ class StepComparison:
                     f"a collective, or the end of the job, after step {number - 1} of rank "
                     f"{self._rank}",
                     step=number,
-                    early_rank=self._rank,
+                    exhausted_rank=self._rank,
                     batches=end.batches,
-                    late_rank=neighbor,
+                    rank_with_batch=neighbor,
                 )
 
     def _is_peer(self, neighbor: int) -> bool:
@@ -215,10 +215,10 @@ class StepComparison:
         """Raise a UsageError for a step that two ranks take in loops of different kinds.
 
         One loop is later than the other, such as that of the validation after that of the training.
-        The rank in the later loop is the *early* one: it ran out of batches in the loop before.
-        This is the rank that has begun more iterations. With equally many, the number of batches in
-        the iteration before decides, and then the number of the rank. These need not be right, but
-        both ranks name the same rank.
+        The rank in the later loop ran out of batches in the loop before, while the other rank is
+        still in that loop. It is the rank that has begun more iterations. If both have begun the
+        same number, it is not known which rank it is. The number of batches in the iteration before
+        then decides, and after that the number of the rank, so that both ranks name the same rank.
 
         Args:
             number: the number of the step.
@@ -232,32 +232,33 @@ class StepComparison:
             neighbor_step.batches_of_previous_iteration,
             neighbor,
         )
-        early_rank = neighbor
-        late_rank = self._rank
+        exhausted_rank = neighbor
+        rank_with_batch = self._rank
         batches = neighbor_step.batches_of_previous_iteration
-        if order > neighbor_order:
-            early_rank = self._rank
-            late_rank = neighbor
+        is_this_rank_exhausted = order > neighbor_order
+        if is_this_rank_exhausted:
+            exhausted_rank = self._rank
+            rank_with_batch = neighbor
             batches = step.batches_of_previous_iteration
         self._raise_uneven_inputs(
             f"step {number} of rank {self._rank}",
             step=number,
-            early_rank=early_rank,
+            exhausted_rank=exhausted_rank,
             batches=batches,
-            late_rank=late_rank,
+            rank_with_batch=rank_with_batch,
         )
 
     def _raise_uneven_inputs(
-        self, request: str, *, step: int, early_rank: int, batches: int, late_rank: int
+        self, request: str, *, step: int, exhausted_rank: int, batches: int, rank_with_batch: int
     ) -> NoReturn:
         """Raise a UsageError for a rank that ran out of batches.
 
         Args:
             request: what this rank was about to do.
             step: the number of the step that only one rank takes.
-            early_rank: the rank that ran out of batches.
+            exhausted_rank: the rank that ran out of batches.
             batches: how many batches it had.
-            late_rank: the rank that has a batch for the step.
+            rank_with_batch: the rank that has a batch for the step.
         """
         remedies = [
             'setup_dataloaders(loader, use_distributed_sampler=False, uneven="shortest") if every '
@@ -270,9 +271,9 @@ class StepComparison:
             remedies.append("or with fabric.join(model): for batch in loader: ...")
         raise UsageError(
             request,
-            problem=f"rank {early_rank} ran out of batches: its loader ended after {batches}, and "
-            f"it takes no part in step {step}, for which rank {late_rank} has a batch and would "
-            "wait",
+            problem=f"rank {exhausted_rank} ran out of batches: its loader ended after {batches}, "
+            f"and it takes no part in step {step}, for which rank {rank_with_batch} has a batch "
+            "and would wait",
             expected="equally many batches on every rank",
             suggestion="; ".join(remedies),
         )

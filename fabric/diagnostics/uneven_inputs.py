@@ -258,7 +258,8 @@ class UnevenInputDetector:
         """
         if self.is_paused:  # in a block of paused(), ranks may take different steps
             return
-        # Whether all ranks take the step. Otherwise, only the ranks that gather together take it.
+        # Whether the step counts as one that all ranks take. Otherwise, only the ranks that gather
+        # together take it.
         is_shared = self._is_shared_step(contract)
         if not is_shared:
             # Counted even if this step is not compared: in later comparisons, progress() subtracts
@@ -344,7 +345,7 @@ class UnevenInputDetector:
     def _is_shared_step(self, contract: GradientContract) -> bool:
         """Return whether all ranks take a step, and not only the peers.
 
-        If all neighbors are peers, the difference does not matter, and the result is True.
+        If all neighbors are peers, neighbors compare all steps. The result is then always True.
 
         Args:
             contract: the contract of the module that takes the step.
