@@ -1010,10 +1010,10 @@ class Fabric:
             ConfigurationError: ``reduce`` is another value, or ``"sum"`` together with a weight.
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
-            _refuse_loss(tensor)  # always raises
+            raise _loss_error(tensor)
         if tensor.numel() != 1 and not args and not kwargs:
             # torch can differentiate several elements only with the argument `gradient`.
-            _refuse_loss(tensor)
+            raise _loss_error(tensor)
         is_plain = weight is None and optimizer is None and reduce == "mean"
         if is_plain and self._session is None:
             tensor.backward(*args, **kwargs)  # nothing has been set up
@@ -2332,33 +2332,31 @@ class Fabric:
 _ARGUMENTS = inspect.getfullargspec(Fabric.__init__).kwonlyargs
 
 
-def _refuse_loss(loss: Any) -> NoReturn:
-    """Raise the error for an argument of ``backward`` without a gradient. Always raises.
+def _loss_error(loss: Any) -> ArgumentTypeError | UsageError:
+    """Return the error for an argument of ``backward`` that has no gradient.
 
-    Raises:
-        ArgumentTypeError: the argument is not a tensor.
-        UsageError: the tensor was not computed from a parameter, or has several elements.
+    The argument is not a tensor, was not computed from a parameter, or has several elements.
     """
     request = f"fabric.backward({type(loss).__name__})"
     if not isinstance(loss, Tensor):
         suggestion = "fabric.backward(loss) with the tensor itself, before loss.item()"
         if hasattr(loss, "loss") or isinstance(loss, Mapping):
             suggestion = "fabric.backward(output.loss), or output['loss'], with the tensor"
-        raise ArgumentTypeError(
+        return ArgumentTypeError(
             request,
             problem="the loss is not a tensor",
             expected="a tensor with one element",
             suggestion=suggestion,
         )
     if not loss.requires_grad:
-        raise UsageError(
+        return UsageError(
             request,
             problem="the loss was not computed from a parameter that requires a gradient",
             expected="a loss of the model's output, and a parameter that is not frozen",
             suggestion="fabric.backward(loss_function(model(batch), target)), computed outside of "
             "torch.no_grad(), and without detach(), item() or argmax()",
         )
-    raise UsageError(
+    return UsageError(
         request,
         problem=f"the loss has {loss.numel()} elements",
         expected="a tensor with one element",
