@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
 from time import monotonic
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -757,15 +757,15 @@ def _devices_of_processes(accelerator: Accelerator, job: _ExistingJob) -> _Devic
         if device_count == 1:
             return accelerator.parse_devices(1) * num_processes
         if device_count < num_processes:
-            _refuse_too_many_processes(accelerator, device_count, job)
+            raise _too_many_processes_error(accelerator, device_count, job)
     return accelerator.parse_devices(num_processes)
 
 
-def _refuse_too_many_processes(
+def _too_many_processes_error(
     accelerator: Accelerator, device_count: int, job: _ExistingJob
-) -> NoReturn:
-    """Raise the error of a node with more processes than devices. The caller has compared them."""
-    raise ConfigurationError(
+) -> ConfigurationError:
+    """Return the error for a launcher that has started more processes than a node has devices."""
+    return ConfigurationError(
         f"{job.world.local_world_size} processes on this node, started by {job.started_by}, on "
         f"{accelerator.name}",
         problem=f"rank {job.world.rank} sees only {device_count} {accelerator.name} devices on "
