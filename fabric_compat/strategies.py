@@ -128,9 +128,10 @@ class _LightningStrategy(Strategy):
         return super().runtime
 
     def _environments(self) -> Sequence[Any] | None:
-        """Return the environment that says which rank this is, in the form that fabric reads.
+        """Return a list with the user's environment, in the form that fabric reads.
 
-        None stands for all environments that fabric knows, as in ``fabric``.
+        The environment says which rank this process is. None stands for all environments that
+        fabric knows, as in ``fabric``.
         """
         cluster = self.cluster_environment
         if not isinstance(cluster, ClusterEnvironment):

@@ -173,7 +173,7 @@ def all_gather_ragged(
         communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
     for position, rows in enumerate(gathered):
-        # In place of a number there is now the list of the ranks' numbers, which has no padding.
+        # Tensors were padded. A number has become the list of the ranks' numbers, and stays so.
         if isinstance(rows, Tensor):
             lengths_of_ranks = lengths_by_position.get(position)  # None for a 0-dim tensor
             gathered[position] = _cut_rows(rows, lengths_of_ranks, concat)

@@ -321,9 +321,9 @@ def call_site(collective: Collective) -> object:
     call = collective.call
     if call is not None and call.call_site is not None:
         return call.call_site
-    # The search for a line of the user begins at the third caller, since the nearer callers are
-    # always functions of fabric. user_call() finds no such line in the threads in which autograd
-    # runs backward passes.
+    # The search for a line of the user begins at the third caller, to save time: the nearer callers
+    # are always functions of fabric. Without a line of the user this is a thread in which autograd
+    # runs a backward pass.
     return user_call(sys._getframe(3)) or "a backward pass"
 
 

@@ -294,6 +294,7 @@ class ProcessGroupCommunicator(Communicator):
             CollectiveMismatchError: another rank calls :meth:`_broadcast_bytes`. Every rank raises
                 the error.
         """
+        # The ranks also compare `src`, and so notice if another rank broadcasts.
         longest = self._agree_on_length(len(message), src=_NO_SOURCE)
         # Each row is the length of the message, the message, and padding.
         length_prefix = len(message).to_bytes(_LENGTH_BYTES, "little")

@@ -443,8 +443,9 @@ class FabricDataLoader(_Base, Generic[Batch_co]):
     def _streams_to_restore(self, position: EpochPosition) -> RandomStreams:
         """Return the streams that ``iter()`` must not change when it continues at ``position``.
 
-        These are torch's global stream and the loader's generators. The exceptions are generators
-        from which the sampler draws the order again: they keep the states that the sampler leaves.
+        These are torch's global stream and the loader's generators. Generators from which the
+        sampler draws the order again in ``iter()`` are left out: they have to end where the sampler
+        leaves them.
         """
         replayed_generators: tuple[torch.Generator, ...] = ()
         if position.states_to_replay:

@@ -222,11 +222,12 @@ def _reads_gradient(instructions: Sequence[dis.Instruction], index: int) -> bool
         return False
     # In "parameter.grad *= mask", the object is copied, since the attribute is stored later.
     is_changed_in_place = index > 0 and instructions[index - 1].opname == "COPY"
-    # A harmless use takes at least two instructions after the load. With fewer of them, what
-    # follows is the second call, which gets the gradient.
+    # A harmless use takes at least two instructions after the load. With fewer, the instructions
+    # end with a call, and the call gets the gradient as an argument.
     if index + 2 >= len(instructions):
         return True
     next_instruction = instructions[index + 1]
+    # "parameter.grad.data" is the gradient, too: what follows it shows the use.
     if _loads_attribute(next_instruction) and next_instruction.argval == "data":
         next_instruction = instructions[index + 2]
     # "is None" and "is not None" compile to a jump, or load None to compare with it.

@@ -254,7 +254,8 @@ class HangReporter:
                 lines = [f"  rank {rank}: {reasons[rank]}" for rank in sorted(reasons)]
                 sleep(_PAUSE)
         report = self._report or ""
-        # If the report proves a deadlock, fabric itself has ended a rank. The report says why.
+        # A report with this sentence proves a deadlock. Then fabric itself has ended a rank, after
+        # the report, and the reason is the report rather than the end of the rank.
         proves_deadlock = CANNOT_GO_ON in report
         if proves_deadlock:
             return _shorten(report)

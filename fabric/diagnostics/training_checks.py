@@ -1145,7 +1145,8 @@ class SetupChecks:
         without_gradient = _ids(trained) - _ids_with_gradient(trained)
         ids_of_modules = _ids_of_modules(self._contracts)
         has_replaced_parameter = bool(without_gradient - ids_of_modules)
-        # An optimizer of a model that is not set up has gradients outside of set-up modules.
+        # Gradients outside of set-up modules belong to a model that is not set up, so that this
+        # optimizer is no case for this error.
         trains_other_model = bool(_ids_with_gradient(trained) - ids_of_modules)
         if trains_other_model or not has_replaced_parameter:
             return

@@ -486,7 +486,8 @@ class _Coordinator:
         for node_rank, node in enumerate(self._nodes):
             self._add_cause_if_failed(node_rank, now)
             if self._is_lost(node, now):
-                # Its agent has ended its ranks, and the line above has added the cause.
+                # Its ranks have ended: an agent that reaches nobody ends them before the lease is
+                # over. _add_cause_if_failed() has added the cause.
                 continue
             end = self._end_in_this_generation(node)
             if end is None:
@@ -618,6 +619,7 @@ class _Coordinator:
         self._rank_store = _serve(self._config.address, 0)
         # The port in the published state makes the agents start their ranks.
         self._state = replace(self._state, port=self._rank_store.port)
+        # The end of the last generation has already raised the number.
         self._started_generation = self._state.generation
 
     def _is_ready(self, node: _Node, now: float) -> bool:

@@ -262,7 +262,7 @@ class StopRequest:
         number of the call at which all ranks stop. The reporter's thread calls this method and has
         the ``_answer_lock``.
         """
-        # Once this rank has answered, it is held, and only the agreed call is missing.
+        # Reset by _hold(), which answers. Afterwards only the agreed call is missing.
         if self._has_to_answer:
             is_any_asked = self._is_asked(now) or store.get_nowait("stop/requested") is not None
             if not is_any_asked:

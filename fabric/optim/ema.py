@@ -149,7 +149,9 @@ class ExponentialMovingAverage(nn.Module):
         self._updates += 1
 
     def _update_averages(self) -> None:
-        """Move the averages toward the weights. The first update has copied the weights before.
+        """Move the averages toward the weights. Called for each update but the first.
+
+        The first update copies the weights into the averages.
 
         Raises:
             ConfigurationError: the user's function returned a decay that is not in ``[0, 1]``.

@@ -116,8 +116,8 @@ def mark_as_computed(grad: Tensor) -> None:
 def mark_first_gradient(optimizer: Optimizer) -> bool:
     """Mark an optimizer's gradients as computed by a backward pass. See :func:`mark_as_computed`.
 
-    The first gradient that has elements on this rank gets the mark. One mark is enough to tell
-    whether the user has cleared all gradients of the optimizer since.
+    The first gradient that has elements on this rank gets the mark. One mark is enough, since
+    ``zero_grad()`` clears all gradients of the optimizer: the mark is then gone, too.
 
     Returns:
         Whether the optimizer has any gradients, even if none has elements on this rank.

@@ -61,15 +61,14 @@ class ParameterLists:
         """
         for parameter in module.parameters():
             parameter.data.copy_(self._strategy.broadcast(parameter.data))
-            self._parameters[parameter] = None
+            self._parameters[parameter] = None  # a set that keeps the order
         # The hook is for all optimizers, since an optimizer may be set up before its parameters.
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             self._cleanup.callback(self._hook.remove)
         # The base class's method is called, since overrides expect a module with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
-        # Unlike with shards, ranks do not step with different gradients: _before_step() makes the
-        # gradients equal on all ranks.
+        # _before_step() makes the gradients equal on all ranks before each step.
         contract = replace(contract, gradients_may_differ=False)
         if self._strategy.is_distributed:
             # All parameters are equal on all ranks. Training compares ``replicated`` between the

@@ -582,7 +582,8 @@ class _Trace(DispatchMode):
         """Record the live storages if they need more than ever. Called after each operator."""
         if self._live_nbytes > self.peak:
             # FSDP may have freed unsharded parameters by now. A new peak is rare, so only here are
-            # their sizes read again.
+            # their sizes read again. _resize() corrects _live_nbytes. The list is a copy, since the
+            # end of a storage removes it from the collection.
             for storage in list(self._unsharded):
                 torch_storage = storage.storage_ref()
                 if torch_storage is not None:

@@ -485,6 +485,7 @@ class _Comparison:
     def _differences_of_step(self, first: _Step, second: _Step) -> Iterator[_Difference]:
         """Yield the values of a step that differ."""
         has_other_micro_batches = self._differ_in_micro_batches(first, second)
+        # For the report, which says so if this is true of any step.
         self.has_other_micro_batches |= has_other_micro_batches
         if has_other_micro_batches or not self._has_same_layout():
             yield from self._differences_across_layouts(first, second)

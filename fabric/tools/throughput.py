@@ -250,7 +250,7 @@ class _FlopCounter(DispatchMode):
     def __init__(self) -> None:
         """Read torch's table of formulas, by operator."""
         super().__init__()
-        # Imported here, since ``import torch`` does not import this module, which takes time.
+        # Imported here, since the import takes time, and ``import torch`` leaves this module out.
         from torch.utils.flop_counter import FlopCounterMode
 
         self.flops = 0

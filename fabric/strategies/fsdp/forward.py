@@ -293,8 +293,8 @@ class ShardedForward:
     def _reset_failed_backward(self) -> None:
         """Clear FSDP2's state of a backward pass that raised. Called before a forward pass.
 
-        A backward pass that has begun and not ended has raised. The exception is a backward pass
-        that is running now, in which activation checkpointing makes the forward pass.
+        A backward pass that has begun and not ended has raised, unless it is running now: then
+        activation checkpointing makes the forward pass within it.
         """
         if self._backward_is_unfinished() and not is_in_backward():
             self.unreduced.reset_pass()
