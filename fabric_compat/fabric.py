@@ -308,6 +308,7 @@ class Fabric(_Fabric):
         new_optimizers = [
             optimizer for optimizer in optimizers if optimizer not in session.objects.optimizers
         ]
+        # An optimizer that is set up already was checked then.
         session.check_setup(module, new_optimizers)
         model = session.setup_module(module, move_to_device)
         # Not by assignments: FabricModule.__setattr__ would set attributes of the user's module.

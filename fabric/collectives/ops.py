@@ -478,6 +478,7 @@ def _run_for_buckets(
             result = _Differentiable.apply(communicator, collective, buffer)
         else:
             result = communicator.run(collective)
+        # Small integers are sent and added up in a wider dtype, in which the sum is right.
         may_overflow = is_sum_of_ranks and bucket.dtype in SMALL_INTEGERS
         if may_overflow and not fits_dtype(result, bucket.dtype):
             overflow_error = sum_overflow_error(operation.value, bucket.dtype)

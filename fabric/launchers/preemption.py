@@ -360,7 +360,8 @@ class StopRequest:
         if not self._is_listening and self._restore_handler(number):
             signal.raise_signal(number)
             return
-        # A handler of the user is called as well. A SignalHandler is not, since it is the caller.
+        # A handler of the user is called as well. A SignalHandler, fabric's own handler in a rank,
+        # is not called: it has called this method.
         previous_handler = self._previous_handlers.get(number)
         if callable(previous_handler) and not isinstance(previous_handler, SignalHandler):
             previous_handler(number, frame)

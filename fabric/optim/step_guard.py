@@ -147,6 +147,8 @@ class _SamplesOfStep:
         loop = self._latest_loop()
         if loop is None:
             return None, None
+        # The batches since the end of the last step, if that step was in the same iteration: each
+        # iteration has a position of its own.
         first_batch = 0
         last_end = self._last_end
         if last_end is not None and last_end.position is loop.position:
