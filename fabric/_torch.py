@@ -287,7 +287,7 @@ def handle_data_assignments(function: Callable[[Tensor, Any], None]) -> Callable
     torch changes the outer tensor of a DTensor then, which has no values, and keeps the shard. No
     operator is dispatched, so :func:`handle_dtensor_operators` cannot see the assignment. DTensor
     gets a property ``data`` in place of the attribute that it inherits from ``torch.Tensor``. Seen
-    to work in torch 2.13.
+    to work in torch 2.13 and 2.14.
 
     Args:
         function: called with the DTensor and the value. If several functions are given, the first

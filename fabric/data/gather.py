@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Number
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -390,7 +390,7 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     elif isinstance(leaf, Number):
         description = f"it is the number {leaf!r}"
     elif isinstance(leaf, str) and _ITEM_OF_LIST.search(path):
-        _refuse_string(path, leaf)
+        raise _string_error(path, leaf)
     else:
         return
     leaf_name = path or "the tensor"
@@ -404,9 +404,9 @@ def _check_leaf(path: str, leaf: Any, layout: _BatchLayout) -> None:
     )
 
 
-def _refuse_string(path: str, text: str) -> NoReturn:
-    """Raise the error for a string in a list of the results. ``path`` is the path to the string."""
-    raise ConfigurationError(
+def _string_error(path: str, text: str) -> ConfigurationError:
+    """Return the error for a string in a list of the results, at this path."""
+    return ConfigurationError(
         f"gather_for_metrics(...) of {path}",
         problem=f"strings are not gathered: {text!r} is of this process's batch, and the "
         "result would have no strings of the other processes",
